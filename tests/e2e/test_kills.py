@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.e2e.kills import FLAGS, TARGETS, assert_trains_the_same, kill
-from tests.e2e.train_command import Command
+from tests.e2e.kills import FLAGS, TARGETS, assert_trains_the_same, check_ledger, kill, rows
+from tests.e2e.train_command import ROOT, Command
 
 from telescope.record.reader import Run
 
@@ -24,10 +28,10 @@ kills = st.tuples(st.sampled_from(["driver", *TARGETS]), st.floats(0.0, 4.0), st
 """Target, seconds after the last one, and which of several processes."""
 
 
-def start(model: Path, folder: Path, *flags: str) -> Command:
-    fields = [f"--{name}={value}" for name, value in FLAGS.items()]
+def start(model: Path, folder: Path, *flags: str, num_steps: int = NUM_STEPS, **changes: Any) -> Command:
+    fields = [f"--{name}={value}" for name, value in {**FLAGS, **changes}.items()]
     more = ["--evals=[]", "--trainer_max_restarts=100", "--save_final_model=false", *flags]
-    return Command(model, folder, PORT, *fields, *more, number_of_steps=NUM_STEPS)
+    return Command(model, folder, PORT, *fields, *more, number_of_steps=num_steps)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,28 @@ def test_a_run_whose_processes_are_killed_at_any_time_trains_every_prompt_once(
     finally:
         command.process.kill()
     assert_trains_the_same(Run(command.run_dir), straight)
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_of_agents_whose_driver_is_killed_trains_every_prompt_once(tiny_model: Path, tmp_path: Path) -> None:
+    agents = yaml.safe_load((ROOT / "configs" / "examples" / "demo_agent.yaml").read_text())["environments"]
+    agents[0]["kwargs"]["agent"] = "checker"
+    again = partial(start, tiny_model, tmp_path, num_steps=10, environments=json.dumps(agents), max_async_rollout=2)
+    command = again()
+    try:
+        for _ in range(2):
+            wait_until_it_trains(command)
+            assert command.process.poll() is None, command.log.read_text()[-3000:]
+            command.process.kill()
+            wait_until_all_have_ended(command)
+            command = again("--resume_from_checkpoint=true")
+        assert command.process.wait(timeout=600) == 0, command.log.read_text()[-3000:]
+    finally:
+        command.process.kill()
+    run = Run(command.run_dir)
+    check_ledger(run)
+    assert len(run.attempts()) == 3
+    assert {row["num_turns"] for row in rows(run, "samples", "kept")} == {2}
 
 
 def wait_until_it_trains(command: Command) -> None:

@@ -167,7 +167,7 @@ class LocalWorker:
     async def restart(self) -> None:
         self.num_restarts += 1
         await self.close()
-        self.environments.is_stuck = False
+        self.environments._thread.is_stuck = False
         self._worker = self._start()
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 import telescope.environments
 from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
-from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
+from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
 from telescope.environments.local_rollout import (
     API_KEY_VARIABLE,
     Answer,
@@ -259,7 +259,7 @@ def _description(cls: type[Environment]) -> str:
 
 
 def _kind(cls: type[Environment]) -> str:
-    if cls.rollout is not None:
+    if is_agent(cls):
         return "agent"
     if issubclass(cls, ToolEnvironment):
         return "tools"

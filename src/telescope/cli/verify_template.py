@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from telescope.config import TelescopeConfig
+from telescope.environments.base import multi_turn_environment
 from telescope.errors import UserError
 from telescope.evals.entries import environment_keys
 from telescope.rollout.environment_runner import EnvironmentRunner
@@ -55,7 +56,7 @@ def _print_conversation(runner: EnvironmentRunner, position: int, config: Telesc
         show([*renderer.encode_continuation(ANSWERS[0]), *ends], TRAINED)
         console.print("\n")
         return
-    found: Any = runner.conversations.multi_turn_environment(environment)
+    found: Any = multi_turn_environment(environment)
     dialogue = Dialogue(
         renderer,
         interleaved=config.interleaved_rollouts,

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,6 +24,7 @@ from telescope.environments.arguments import load_arguments, refuse_misspelled, 
 from telescope.errors import UserError
 
 if TYPE_CHECKING:
+    from telescope.environments.context import RolloutContext
     from telescope.environments.judge import Judge
 
 ChatMessage = dict[str, Any]
@@ -221,9 +222,6 @@ class Environment(Dataset):
     keeps_eos_token: bool = False
     judge: Judge | None = None
     """A model that scores answers, from the keyword argument `judge`."""
-    rollout: ClassVar[Callable[..., Awaitable[RewardResult]] | None] = None
-    """`async def rollout(self, sample, context) -> RewardResult` replaces the turn loop and `compute_reward`. It gets
-    answers of the policy from its `environments.context.RolloutContext`."""
     rollout_timeout_seconds: float = 3600.0
     """Time for a `rollout` of its own, generation included."""
     endpoint_socket: str = ""
@@ -258,6 +256,13 @@ class Environment(Dataset):
     @property
     def is_multi_turn(self) -> bool:
         return False
+
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        """Runs one sample from its prompt to its score; by default the turn loop, with `compute_reward`.
+
+        One of your own is an agent, which gets answers of the policy from `context`.
+        """
+        return await context.take_turns()
 
     def notice(self, text: str) -> None:
         """Prints and records `text` before training.
@@ -460,6 +465,18 @@ class MultiTurnEnvironment(Environment):
 def wrapped_environment(owner: Any) -> Environment | None:
     """The environment itself, or the one that an eval wraps, if any."""
     return owner if isinstance(owner, Environment) else owner.env
+
+
+def is_agent(environment: Any) -> bool:
+    """Returns whether an environment, or a class of them, has a `rollout` of its own."""
+    return getattr(environment.rollout, "__func__", environment.rollout) is not Environment.rollout
+
+
+def multi_turn_environment(owner: Any) -> MultiTurnEnvironment:
+    """The multi-turn environment itself, or the one that an eval wraps."""
+    found = wrapped_environment(owner)
+    assert isinstance(found, MultiTurnEnvironment)
+    return found
 
 
 def notices_of(owner: Any) -> list[str]:

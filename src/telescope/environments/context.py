@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.base import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
 from telescope.sandbox.base import ExecResult
@@ -114,6 +114,10 @@ class Services(Protocol):
 
     async def complete(self, call: Call) -> Answer:
         """Samples an answer. Raises `RefusedCall`, and `InfrastructureError` when no engine answers."""
+        ...
+
+    async def take_turns(self) -> RewardResult:
+        """Runs the turn loop."""
         ...
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
@@ -266,6 +270,10 @@ class RolloutContext(Chat):
             raise ValueError(f"the rollout has a chat named {name!r} already" if is_known else "a chat needs a name")
         self.chats[name] = chat = Chat(self._services, name, reward)
         return chat
+
+    async def take_turns(self) -> RewardResult:
+        """Runs the environment's turns, the default of `rollout`. Returns the score of `compute_reward`."""
+        return await self._services.take_turns()
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
         """Returns the judge's answer: text, or with a JSON `schema` the parsed object. It is never trained.

@@ -28,6 +28,7 @@ from telescope.environments.base import (
     TrajectoryStep,
     assistant_message,
     conversation,
+    is_agent,
 )
 from telescope.environments.context import Answer as AgentAnswer
 from telescope.environments.context import Call, RolloutContext
@@ -77,7 +78,7 @@ def roll_out_item(
         raise UserError(f"There is no item {index}: the dataset has {len(environment)} items, counted from 0.")
     transcript = _Transcript(answer, on_message)
     run = _single_turn
-    if environment.rollout is not None:
+    if is_agent(environment):
         run = _agent
     elif isinstance(environment, MultiTurnEnvironment):
         run = _several_turns
@@ -179,9 +180,8 @@ def _several_turns(environment: Any, sample: Sample, transcript: _Transcript) ->
 
 
 def _agent(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
-    context = RolloutContext(
-        _TextServices(environment.name, transcript), time.monotonic() + environment.rollout_timeout_seconds
-    )
+    services = _TextServices(environment, sample, transcript)
+    context = RolloutContext(services, time.monotonic() + environment.rollout_timeout_seconds)
     result = yield from settled(environment.rollout(sample, context))
     if isinstance(result, RewardResult):
         result.sample_metrics = {**context.metrics, **result.sample_metrics}
@@ -193,8 +193,8 @@ class _TextServices:
 
     api_key = ""
 
-    def __init__(self, name: str, transcript: _Transcript) -> None:
-        self._name, self._transcript = name, transcript
+    def __init__(self, environment: Any, sample: Sample, transcript: _Transcript) -> None:
+        self._environment, self._sample, self._transcript = environment, sample, transcript
         self._last: list[ChatMessage] = []
         """The last conversation. What a call repeats of it is in the transcript once."""
 
@@ -213,6 +213,17 @@ class _TextServices:
         self._last = [*asked, answer.message]
         return answer
 
+    async def take_turns(self) -> RewardResult:
+        run = _several_turns if isinstance(self._environment, MultiTurnEnvironment) else _single_turn
+        steps = run(self._environment, self._sample, self._transcript)
+        value = None
+        try:
+            while True:
+                value = await steps.send(value)
+        except StopIteration as end:
+            result: RewardResult = end.value[0]
+            return result
+
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         raise self._refusal()
 
@@ -225,7 +236,7 @@ class _TextServices:
     def _refusal(self) -> UserError:
         return UserError(
             "The agent uses more than text (tools, token ids, a judge, a sandbox or its endpoint). Run `telescope envs "
-            f"check {self._name} --model FOLDER`, with --url of a server of vLLM for a model's answers."
+            f"check {self._environment.name} --model FOLDER`, with --url of a server of vLLM for a model's answers."
         )
 
 

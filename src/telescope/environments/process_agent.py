@@ -125,7 +125,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             *guard, *agent.command, main, str(agent.bridge), start_new_session=True, limit=MAX_LINE_BYTES, **pipes
         )
-        self._tasks = [asyncio.create_task(self._read_errors())]
+        self._tasks = [asyncio.create_task(self._read_errors(agent.name))]
         self._send({"name": agent.task, "options": agent.options})
         tasks: list[dict[str, Any]] = []
         try:
@@ -193,11 +193,11 @@ class Child:
         except (EOFError, ValueError):
             await self.close()
 
-    async def _read_errors(self) -> None:
+    async def _read_errors(self, name: str) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self._stderr.append(line.decode("utf-8", "replace").rstrip())
-            print(self._stderr[-1], file=sys.stderr)
+            print(f"{name}: {self._stderr[-1]}", file=sys.stderr)
 
     async def _kill_if_silent(self, answer: asyncio.Future[dict[str, Any]]) -> None:
         await asyncio.wait({answer}, timeout=CANCEL_SECONDS)

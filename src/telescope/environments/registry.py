@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from telescope.environments.arguments import instantiate, known_arguments, refuse_misspelled
-from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
+from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, is_agent
 from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
@@ -334,7 +334,7 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
     """Returns a class with the base and the methods that it needs, see `environment_class`."""
     bases: tuple[ABCMeta, ...] = (cls,)
     if not issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
-        if cls.rollout is None and not callable(getattr(cls, "compute_reward", None)):
+        if not is_agent(cls) and not callable(getattr(cls, "compute_reward", None)):
             raise UserError(
                 f"The environment {name!r} has no compute_reward: {cls.__name__} is a direct subclass of Environment. "
                 "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base), or write "
@@ -342,7 +342,7 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
             )
         bases = (cls, SingleTurnEnvironment)
     unneeded = set()
-    if cls.rollout is not None:
+    if is_agent(cls):
         if not inspect.iscoroutinefunction(cls.rollout):
             raise UserError(
                 f"`rollout` of the environment {name!r} is no coroutine: write `async def rollout`, without yield."

@@ -55,8 +55,6 @@ class EnvironmentInfo:
     name: str
     num_samples: int
     is_multi_turn: bool = False
-    is_agent: bool = False
-    """It has a `rollout` of its own."""
     reward_min: float | None = None
     reward_max: float | None = None
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -85,14 +83,6 @@ class PreparedPrompt:
     sample_uid: str
 
 
-@dataclass(slots=True, frozen=True)
-class FirstPrompt:
-    """The first prompt of a multi-turn rollout."""
-
-    token_ids: list[int]
-    messages: list[ChatMessage]
-
-
 @dataclass(frozen=True)  # no slots: every sample has one, and pickle reads those of a frozen class field by field
 class RewardRecord:
     """A score as JSON values.
@@ -112,18 +102,16 @@ class Advance:
     """The environment's reply to a completion.
 
     `append_token_ids` follow the completion in the next turn's prompt; empty when `done`. `completion_text` is the
-    scored text. `seconds` is the time in the environment's code and in decoding, without waiting in queues. In a
-    multi-turn rollout that continues, `messages` are the environment's messages after the completion. With `restarts`,
-    nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the join differs
-    from the chat template (`rollout.rendering`). `end_reason` is the environment's reason when the rollout is done.
-    `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
+    scored text. In a rollout that continues, `messages` are the environment's messages after the completion. With
+    `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
+    join differs from the chat template (`rollout.rendering`). `end_reason` is the environment's reason when the rollout
+    is done. `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
     """
 
     done: bool
     append_token_ids: list[int]
     completion_text: str
     reward: RewardRecord | None
-    seconds: float = 0.0
     messages: list[ChatMessage] = field(default_factory=list)
     restarts: bool = False
     divergence: str | None = None

@@ -24,7 +24,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,6 +147,23 @@ async def without_exit(awaitable: Awaitable[Any]) -> Any:
         # SystemExit would stop the event loop of all rollouts; after the others nothing would report the sample.
         what = RuntimeError(f"user code raised {error_text(error)}")
         raise what.with_traceback(error.__traceback__) from error
+
+
+def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
+    """Makes an exit in a task that user code starts the error of that task, which would else stop the event loop."""
+
+    async def contained(work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"user code raised {error_text(error)}") from error
+
+    def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(contained(work), loop=loop, **options)
+        task.add_done_callback(lambda _: work.close())  # which has not begun if the task was cancelled at once
+        return task
+
+    loop.set_task_factory(start)
 
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

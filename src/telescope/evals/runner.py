@@ -58,8 +58,6 @@ class PlannedEval:
     """Whether training never sees these items (`separate_eval_samples`)."""
     number: int = 0
     """Index among the evals of the run, some of which may have the same name."""
-    is_multi_turn: bool = False
-    is_agent: bool = False
     pass_k: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     """Id of a standalone evaluation, which makes ids unique in the run's record. Empty for the run's own evals."""
@@ -143,8 +141,7 @@ async def plan_eval(
     )
     items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
     return PlannedEval(
-        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, info.is_multi_turn,
-        info.is_agent, entry.pass_k,
+        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, entry.pass_k,
     )  # fmt: skip
 
 
@@ -178,7 +175,7 @@ async def run_eval(
             sample_id += "-again"
         task = RolloutTask(
             sample_id, group_id, completion, plan.name, plan.environment_key, item.index, item.prompt.token_ids,
-            seed=(*seed, item.index, completion), is_multi_turn=plan.is_multi_turn, is_agent=plan.is_agent,
+            seed=(*seed, item.index, completion),
         )  # fmt: skip
         (trajectory,) = await rollouts.run([task], settings, lane)
         on_sample(item, trajectory)

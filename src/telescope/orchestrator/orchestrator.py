@@ -257,7 +257,6 @@ class Orchestrator:
         return group
 
     def _task(self, group: Group, index: int) -> RolloutTask:
-        info = self.services.infos[group.sampled_prompt.environment]
         return RolloutTask(
             sample_id=group.sample_id(index),
             group_id=group.group_id,
@@ -267,8 +266,6 @@ class Orchestrator:
             item_index=group.sampled_prompt.index,
             prompt_token_ids=group.prompt.token_ids,
             seed=(self.config.seed, group.group_id, index),
-            is_multi_turn=info.is_multi_turn,
-            is_agent=info.is_agent,
         )
 
     def _sample(self, group: Group, trajectory: Trajectory) -> None:

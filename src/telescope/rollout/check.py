@@ -162,7 +162,6 @@ class Checks:
         sampling = SamplingSettings(1.0, None, MAX_TOKENS, MAX_CONTEXT, self._renderer.stops)
         task = RolloutTask(
             f"{item}-{name}", item, 0, self.info.name, self._key, item, prompt.token_ids, (0, item, name),
-            is_multi_turn=self.info.is_multi_turn, is_agent=self.info.is_agent,
         )  # fmt: skip
         slots = RequestSlotPool([MAX_CALLS])
         slots.set_up(0, True)

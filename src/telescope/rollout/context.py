@@ -8,25 +8,27 @@ the rollout begins again, and is never scored as if the policy had failed.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from telescope.environments.base import ChatMessage, Environment, Sample, eval_metrics_of
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE, USAGE
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import finite_number, serialize_score
 from telescope.environments.types import RewardRecord
-from telescope.environments.user_code import DeadlinePassed, error_text, within, without_exit
+from telescope.environments.user_code import DeadlinePassed, contain_exits, error_text, within, without_exit
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
 from telescope.rollout.dialects import sampling_of
 from telescope.rollout.endpoint import Endpoint
-from telescope.rollout.joins import Joins, Prompt, text_of
+from telescope.rollout.joins import Joins, Prompt
+from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
@@ -40,7 +42,16 @@ JUDGE = "judge"
 class AgentRollout:
     """The `Services` of one rollout."""
 
-    def __init__(self, rollout: Rollout, environment: Environment, renderer: Renderer, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        environment: Environment,
+        renderer: Renderer,
+        endpoint: Endpoint,
+        turns: Callable[[], Awaitable[RewardRecord]],
+    ) -> None:
+        """`turns` is the turn loop."""
+        self._turns = turns
         self._rollout = rollout
         self._environment = environment
         self._renderer = renderer
@@ -62,11 +73,12 @@ class AgentRollout:
         calls.
         """
         environment, rollout = self._environment, self._rollout
-        assert environment.rollout is not None
         seconds = environment.rollout_timeout_seconds
         context = RolloutContext(self, time.monotonic() + seconds)
+        contain_exits(asyncio.get_running_loop())
         USAGE.set({})
         COMPLETE.set(self._judge)
+        await _import_sdks(type(environment))
         self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop)
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
@@ -111,7 +123,9 @@ class AgentRollout:
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
             # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
-            least = sum(len(text_of(message)) for message in call.messages) // self._renderer.longest_token
+            least = (
+                sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token
+            )
             prompt = self._joins.prompt(call) if least < settings.max_context else None
             shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
         except Exception as error:  # of its messages, tools, token ids, sampling, or of the chat template
@@ -165,6 +179,15 @@ class AgentRollout:
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
 
+    async def take_turns(self) -> RewardResult:
+        """Runs the turn loop."""
+        try:
+            scored = await self._turns()
+        except InfrastructureError as error:
+            self._failure = self._failure or error
+            raise
+        return RewardResult(**{**vars(scored), "total_reward": scored.total_reward or 0.0})
+
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""
         if self._environment.judge is None:
@@ -186,6 +209,14 @@ class AgentRollout:
     def base_url(self, chat: str) -> str:
         """Returns the URL of the endpoint for one conversation."""
         return self._endpoint.base_url(chat)
+
+
+async def _import_sdks(environment: type[Environment]) -> None:
+    """Imports the SDKs that methods of an environment name, because that takes seconds, in a thread."""
+    code = [each.__code__ for cls in environment.__mro__ for each in vars(cls).values() if hasattr(each, "__code__")]
+    for sdk in ("openai", "anthropic"):
+        if any(sdk in each.co_names for each in code):
+            await asyncio.to_thread(importlib.import_module, sdk)
 
 
 def _shown(message: ChatMessage) -> str:

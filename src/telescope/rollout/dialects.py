@@ -2,20 +2,19 @@
 
 A dialect reads the body of a request as a `Call`, and writes an `Answer` as the body of a response or as events. Bodies
 are plain dicts: importing the models of the SDKs takes seconds, and building one longer than the rest of a call.
-
-Messages of a call have one canonical form, so that a history is equal in all dialects, however an agent sends it back:
-`content` is text, arguments of tool calls are parsed JSON, and roles are `system`, `user`, `assistant` and `tool`.
+Messages of a call have the canonical form of `messages`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from telescope.environments.base import ChatMessage
 from telescope.environments.context import Answer, Call
+from telescope.rollout.messages import message_of, parsed, text_of, tool_call
 
 Body = dict[str, Any]
 
@@ -24,7 +23,6 @@ PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "pres
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
 UNREADABLE = "unreadable_arguments"
 """The key in Anthropic's `input`, which must be an object, of arguments that are none."""
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class Refusal(Exception):
@@ -33,55 +31,6 @@ class Refusal(Exception):
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-
-
-def message_of(message: Body) -> ChatMessage:
-    """Returns a message of OpenAI's chat API in canonical form."""
-    role, text = message["role"], _text_of(message.get("content"))
-    if role == "assistant":
-        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        return _assistant(text, reasoning, [_tool_call(i, each["name"], each["arguments"]) for i, each in calls])
-    if role == "tool":
-        return _tool_result(message["tool_call_id"], text)
-    if role not in ("system", "developer", "user"):
-        raise Refusal(f"Invalid value: '{role}'. Supported roles are 'system', 'user', 'assistant' and 'tool'.")
-    return {"role": "user" if role == "user" else "system", "content": text}
-
-
-def _assistant(text: str, reasoning: str = "", calls: Iterable[Body] = ()) -> ChatMessage:
-    message: ChatMessage = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _tool_call(call_id: str, name: str, arguments: Any) -> Body:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _parsed(arguments)}}
-
-
-def _tool_result(call_id: str, text: str) -> ChatMessage:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
-def _parsed(arguments: Any) -> Any:
-    """Returns the JSON value in the arguments of a tool call. Text that is none stays text."""
-    try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _text_of(content: Any) -> str:
-    """Returns the text of content: a text, a list of parts, or None."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part["type"] not in _TEXTS:
-            raise Refusal(f"This model reads text only: a part of type '{part['type']}' is not supported.")
-    return "\n".join(part[_TEXTS[part["type"]]] for part in content)
 
 
 def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
@@ -188,7 +137,7 @@ class Responses:
         _accept_only(body.get("text") or {}, format=({"type": "text"},))
         messages: list[ChatMessage] = []
         if instructions := body.get("instructions"):
-            messages.append({"role": "system", "content": _text_of(instructions)})
+            messages.append({"role": "system", "content": text_of(instructions)})
         if previous := body.get("previous_response_id"):
             if previous not in self._kept:
                 message = f"Previous response with id '{previous}' not found."
@@ -205,21 +154,21 @@ class Responses:
         for item in items:
             kind = item.get("type", "message")
             if kind == "function_call_output":
-                message = _tool_result(item["call_id"], _text_of(item["output"]))
+                message = message_of({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
             elif kind == "reasoning":
                 texts = item.get("content") or item.get("summary") or ()
-                message = _assistant("", "\n".join(part["text"] for part in texts))
+                message = message_of({"role": "assistant", "reasoning": "\n".join(part["text"] for part in texts)})
             elif kind == "message":
                 message = message_of(item)
                 if last and message["role"] == "assistant" and not (last["content"] or "tool_calls" in last):
                     last["content"] = message["content"]
                     continue
             elif kind == "function_call":
-                call = _tool_call(item["call_id"], item["name"], item["arguments"])
+                call = tool_call(item["call_id"], item["name"], item["arguments"])
                 if last:
                     last.setdefault("tool_calls", []).append(call)
                     continue
-                message = _assistant("", calls=[call])
+                message = message_of({"role": "assistant", "tool_calls": [call]})
             else:
                 raise Refusal(f"An input item of type '{kind}' is not supported with this model.", param="input")
             messages.append(message)
@@ -310,7 +259,7 @@ class Messages:
         _accept_only(body, container=(), mcp_servers=([],), compaction=())
         _accept_only(body.get("output_config") or {}, format=())
         messages: list[ChatMessage] = []
-        if system := _text_of(body.get("system")):
+        if system := text_of(body.get("system")):
             messages.append({"role": "system", "content": system})
         for message in body["messages"]:
             messages += self._messages_of(message["role"], message["content"])
@@ -328,19 +277,19 @@ class Messages:
         for block in blocks:
             if block["type"] == "tool_result":
                 has_results = True
-                yield _tool_result(block["tool_use_id"], _text_of(block.get("content")))
+                result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content")}
+                yield message_of(result)
             elif block["type"] == "tool_use":
                 given = block["input"]
                 given = given[UNREADABLE] if given.keys() == {UNREADABLE} else given
-                calls.append(_tool_call(block["id"], block["name"], given))
+                calls.append(tool_call(block["id"], block["name"], given))
             elif block["type"] == "thinking":
                 reasoning.append(block["thinking"])
             elif block["type"] != "redacted_thinking":
                 texts.append(block)
-        if role == "assistant":
-            yield _assistant(_text_of(texts), "\n".join(reasoning), calls)
-        elif texts or not has_results:
-            yield message_of({"role": role, "content": texts})
+        if role == "assistant" or texts or not has_results:
+            message = {"role": role, "content": texts, "reasoning": "\n".join(reasoning), "tool_calls": calls}
+            yield message_of(message)
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
         """Returns the body of a response."""
@@ -350,7 +299,7 @@ class Messages:
         if answer.text:
             content.append({"type": "text", "text": answer.text})
         for tool in answer.openai_tool_calls:
-            given = _parsed(tool["function"]["arguments"])
+            given = parsed(tool["function"]["arguments"])
             given = given if isinstance(given, dict) else {UNREADABLE: given}
             content.append({"type": "tool_use", "id": tool["id"], "name": tool["function"]["name"], "input": given})
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(answer.finish_reason, "end_turn")

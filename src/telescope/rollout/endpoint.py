@@ -245,6 +245,8 @@ class Endpoint:
             return dialect.read(body), body
         except KeyError as error:
             raise Refusal(f"Missing required parameter: {error}.", param=str(error.args[0])) from error
+        except UserError as error:
+            raise Refusal(str(error)) from error
         except (TypeError, AttributeError, ValueError) as error:
             raise Refusal(f"Invalid type in the body of your request: {error}.") from error
 

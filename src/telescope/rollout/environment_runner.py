@@ -1,8 +1,8 @@
-"""Loads environments, and runs them: item to prompt, completion to score.
+"""Loads environments, describes them, and renders their prompts.
 
 Owns the loaded environments and their resources (pools of sandboxes, connections). `prepare_resources` and
-`close_resources` run one at a time in a process, and again after a failure. Calls that may wait are generators of steps
-(`environments.user_code`); threads and deadlines belong to `rollout.environments`.
+`close_resources` run one at a time in a process, and again after a failure. Threads and deadlines of user code belong
+to `rollout.user_thread`, rollouts to `rollout.environments`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import contextlib
 import hashlib
 import importlib
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from telescope.environments.base import (
@@ -23,27 +22,24 @@ from telescope.environments.base import (
     MultiTurnEnvironment,
     Sample,
     assistant_message,
+    multi_turn_environment,
     notices_of,
     sample_uid,
     with_thinking_prefix,
     wrapped_environment,
 )
 from telescope.environments.golds import report_golds
-from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
-from telescope.environments.serialization import as_json, serialize_messages, serialize_score
+from telescope.environments.parsers import opening_tag
+from telescope.environments.serialization import as_json, serialize_messages
 from telescope.environments.types import (
     FINGERPRINT_DIGITS,
-    Advance,
     EnvironmentInfo,
     EnvironmentSpec,
-    FirstPrompt,
     PreparedPrompt,
-    RewardRecord,
     digest_positions,
 )
-from telescope.environments.user_code import Steps, describe_error, settled, without_exit
+from telescope.environments.user_code import describe_error, without_exit
 from telescope.errors import UnreachableError, UserError
-from telescope.rollout.conversations import Conversations
 from telescope.rollout.rendering import Renderer, lost_message, without_breaks
 
 MAX_TRIED_ITEMS = 64
@@ -71,7 +67,6 @@ class EnvironmentRunner:
         self.on_stage = on_stage
         self.environments = [self._make(spec, path) for spec in specs]
         self.resources = [Resources(environment) for environment in self.environments]
-        self.conversations = Conversations(renderer)
         self._opened: dict[tuple[int, int], str] = {}
         """The tag that opens reasoning at the end of an item's prompt, or `""`, for single-turn environments."""
 
@@ -109,8 +104,7 @@ class EnvironmentRunner:
                     await self.resources[position].ready()
 
     async def close(self) -> None:
-        """Ends the open rollouts, then closes the resources of this process."""
-        await _run_all(self.conversations.end_all())
+        """Closes the resources of this process."""
         for resources in self.resources:
             await resources.close()
 
@@ -158,7 +152,6 @@ class EnvironmentRunner:
             name=str(environment.name),
             num_samples=count,
             is_multi_turn=bool(environment.is_multi_turn),
-            is_agent=found is not None and found.rollout is not None,
             reward_min=spec.reward_min if spec.reward_min is not None else environment.reward_min,
             reward_max=spec.reward_max if spec.reward_max is not None else environment.reward_max,
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
@@ -174,7 +167,7 @@ class EnvironmentRunner:
 
     def _check_replies(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
         """Raises `UserError` when the template rejects the role of the environment's replies."""
-        found = self.conversations.multi_turn_environment(environment)
+        found = multi_turn_environment(environment)
         role, tools = found.role_of_replies, found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
         turn = [answer, {"role": role, "content": "Another."}]
@@ -199,7 +192,7 @@ class EnvironmentRunner:
         for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
             with contextlib.suppress(Exception):  # of a prompt, which is left out when its turn comes
-                messages = self._first_messages(environment, environment.get_sample(index))
+                messages = self.first_messages(environment, environment.get_sample(index))
                 roles = tuple(message["role"] for message in messages)
                 if roles not in tried:
                     tried.add(roles)
@@ -214,7 +207,7 @@ class EnvironmentRunner:
     def _lost_message(self, renderer: Renderer, environment: Any, messages: list[ChatMessage]) -> str | None:
         if not environment.is_multi_turn:
             return lost_message(renderer, messages)
-        found = self.conversations.multi_turn_environment(environment)
+        found = multi_turn_environment(environment)
         tools = found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
         reply = {"role": found.role_of_replies, "name": "tool", "content": "Again."}
@@ -229,8 +222,8 @@ class EnvironmentRunner:
         environment = self.environments[position]
         sample: Sample = environment.get_sample(index)
         if environment.is_multi_turn:
-            messages = self._first_messages(environment, sample)
-            found = self.conversations.multi_turn_environment(environment)
+            messages = self.first_messages(environment, sample)
+            found = multi_turn_environment(environment)
             text = self.renderer.chat_text(messages, found.template_tools)
             if found.add_thinking_prefix:
                 text = with_thinking_prefix(text)
@@ -240,16 +233,8 @@ class EnvironmentRunner:
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
             messages = [{"role": "prompt", "content": without_breaks(text)}]
             if _renders_messages(environment):
-                messages = self._first_messages(environment, sample)
+                messages = self.first_messages(environment, sample)
         return PreparedPrompt(ids, without_breaks(text), messages, sample_uid(sample))
-
-    def begin(self, rollout: str, position: int, index: int, *, interleaved: bool) -> Steps[FirstPrompt]:
-        """Begins a multi-turn rollout. Its resources must be ready."""
-        environment = self.environments[position]
-        sample = environment.get_sample(index)
-        messages = self._first_messages(environment, sample)
-        ids = yield from self.conversations.begin(rollout, environment, sample, messages, interleaved=interleaved)
-        return FirstPrompt(ids, messages)
 
     def _prompt_text(self, position: int, index: int) -> str:
         assert self.renderer is not None
@@ -258,48 +243,19 @@ class EnvironmentRunner:
         self._opened[position, index] = opening_tag(text)
         return text
 
-    def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
+    def first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
+        """Returns the messages of an item's prompt."""
         if not environment.is_multi_turn:
             return as_json(environment.build_messages(sample.prompt), "messages")
         assert self.renderer is not None
-        prompt = self.conversations.multi_turn_environment(environment).get_initial_prompt(
-            sample, self.renderer.tokenizer
-        )
+        prompt = multi_turn_environment(environment).get_initial_prompt(sample, self.renderer.tokenizer)
         return serialize_messages(prompt, "get_initial_prompt")
 
-    def score(
-        self, position: int, index: int, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool
-    ) -> Steps[Advance]:
-        """Decodes a completion and lets the environment score it.
-
-        The end token is removed if the model ended the answer itself (`stop_reason` is `stop`).
-        """
-        environment = self.environments[position]
-        assert self.renderer is not None, "a pool without a renderer decodes no completions"
-        cut = stop_reason == "stop" and not environment.keeps_eos_token
-        text = self.renderer.decode(token_ids, cut_end_token=cut)
+    def opened(self, position: int, index: int) -> str:
+        """Returns the tag that opens reasoning at the end of a single-turn item's prompt, or an empty text."""
         if (position, index) not in self._opened:  # another process has prepared the prompt
             self._prompt_text(position, index)
-        opened = self._opened[position, index]
-        completion = answer_text(text, opened)
-        if isinstance(completion, UnfinishedReasoning):
-            completion = UnfinishedReasoning(opened + text)  # code of the environment can see that it is reasoning
-        method = environment.compute_eval_metrics if for_eval else environment.compute_reward
-        result = method(completion, environment.get_sample(index), eos_token=environment.eos_token)
-        score = serialize_score((yield from settled(result)), for_eval)
-        return Advance(True, [], text, RewardRecord(**score))
-
-
-async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
-    """Takes all steps at once, in the event loop."""
-    resume: Callable[[], Awaitable[Any]] = partial(next, steps)
-    with contextlib.suppress(StopIteration):
-        while True:
-            waits_for = resume()
-            try:
-                resume = partial(steps.send, await without_exit(waits_for))
-            except Exception as error:
-                resume = partial(steps.throw, error)
+        return self._opened[position, index]
 
 
 class Resources:

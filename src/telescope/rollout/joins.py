@@ -18,21 +18,20 @@ fork: the recorded ids stay, unless every prompt is rendered from the start.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from telescope.environments.base import ChatMessage, assistant_message
 from telescope.environments.context import Call
 from telescope.errors import UserError
+from telescope.rollout.messages import template_messages
 from telescope.rollout.rendering import Dialogue, Renderer
 
 RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
 
 
-Canonical = tuple[str, str, str]
+Identity = tuple[str, str, str]
 """What identifies a message, whatever the form in which an SDK sends it: role, text, and tool calls as JSON."""
 
 
@@ -40,7 +39,7 @@ Canonical = tuple[str, str, str]
 class _Node:
     """A message in its conversation. `answer` is set for a recorded answer of the policy."""
 
-    children: dict[Canonical, _Node] = field(default_factory=dict)
+    children: dict[Identity, _Node] = field(default_factory=dict)
     answer: _Answer | None = None
     was_prompt: bool = False
     """A call ended with this message."""
@@ -94,24 +93,25 @@ class Joins:
             raise UserError("it has no messages")
         tools = [dict(tool) for tool in call.tools]
         of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
-        canonical = [_canonical(message) for message in call.messages]
+        messages = template_messages(call.messages)
+        path = [_identity(message) for message in messages]
         node = of_chat.setdefault(key, _Node())
         parent, depth, matched = None, 0, 0
-        for message in canonical:
+        for message in path:
             if message not in node.children:
                 break
             node, matched = node.children[message], matched + 1
             if node.answer is not None:
                 parent, depth = node.answer, matched
-        cause = self._cause(node, depth, canonical[:matched], canonical[matched:])
-        if not matched and any(canonical[0] in root.children for root in of_chat.values()):
+        cause = self._cause(node, depth, path[:matched], path[matched:])
+        if not matched and any(path[0] in root.children for root in of_chat.values()):
             cause = TOOLS
         if parent is None:
             cause = call.cause or cause
-        for message in canonical[matched:]:
+        for message in path[matched:]:
             node = node.children.setdefault(message, _Node())
         node.was_prompt = True
-        new = template_messages(call.messages)[depth:]
+        new = messages[depth:]
         if parent is None:
             dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
             ids = dialogue.begin(new)
@@ -141,7 +141,7 @@ class Joins:
         if not prompt.messages:
             self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
             return
-        node = prompt.node.children.setdefault(_canonical(message), _Node())
+        node = prompt.node.children.setdefault(_identity(template_messages([message])[0]), _Node())
         node.answer = _Answer(turn, prompt, token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
@@ -154,7 +154,7 @@ class Joins:
         shown = [{"role": "prompt", "content": text}]
         return Prompt(ids, ids[length:], parent, None, [], shown, Dialogue(self._renderer), _Node())
 
-    def _cause(self, node: _Node, depth: int, known: list[Canonical], new: list[Canonical]) -> str | None:
+    def _cause(self, node: _Node, depth: int, known: list[Identity], new: list[Identity]) -> str | None:
         """Returns why a call forks. It extends an answer at `depth` of the `known` messages, which end at `node`."""
         if not new:
             return RETRY if node.was_prompt else None
@@ -165,53 +165,7 @@ class Joins:
         return BRANCH if depth else None
 
 
-def _canonical(message: ChatMessage) -> Canonical:
-    """Returns what identifies a message. Raises `UserError`."""
-    return _role_of(message), text_of(message).strip(), json.dumps(_calls(message), sort_keys=True)
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Returns messages as chat templates take them: text as content, parsed arguments, results with the tool's name."""
-    names: dict[Any, Any] = {}
-    converted = []
-    for message in messages:
-        made: ChatMessage = {"role": _role_of(message), "content": text_of(message)}
-        made |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
-        if calls := _calls(message):
-            made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-            names |= {each.get("id"): call["name"] for each, call in zip(message["tool_calls"], calls, strict=True)}
-        elif made["role"] == "tool" and (name := names.get(made.get("tool_call_id"))):
-            made.setdefault("name", name)
-        converted.append(made)
-    return converted
-
-
-def _role_of(message: ChatMessage) -> str:
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise UserError(f"a message has the role {role!r}: use system, user, assistant or tool")
-    return "system" if role == "developer" else role
-
-
-def text_of(message: ChatMessage) -> str:
-    """Returns the text of a message. Raises `UserError` if it has anything else."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if not isinstance(part, Mapping) or "text" not in part:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise UserError(f"the policy reads text only, and a message has a part of type {kind!r}")
-    return "\n".join(str(part["text"]) for part in content)
-
-
-def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append({"name": function.get("name"), "arguments": arguments})
-    return calls
+def _identity(message: ChatMessage) -> Identity:
+    """Returns what identifies a message of a chat template."""
+    calls = message.get("tool_calls")
+    return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""

@@ -1,8 +1,8 @@
-"""One sample from prompt to scored trajectory: a loop of generations and replies of the environment, or an agent.
+"""One sample from prompt to scored trajectory: turns of the policy, which a rollout of the environment asks for.
 
-Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
-(`request_slots`, `inference.base`). A single-turn sample is a loop that ends after one turn. An environment with a
-`rollout` of its own is an agent: it asks for turns in any order, several at a time (`Rollout.sample`).
+Owns the trajectory and the retries after infrastructure failures. The environment's rollout, be it the turn loop
+(`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers come
+in through protocols (`request_slots`, `inference.base`).
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -21,15 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from telescope.config import TelescopeConfig
 from telescope.environments.types import (
     PROMPT_TOO_LONG,
     ROLLOUT_ERROR,
-    Advance,
     EnvironmentInfo,
-    FirstPrompt,
     PreparedPrompt,
     RewardRecord,
 )
@@ -106,10 +102,6 @@ class RolloutTask:
     prompt_token_ids: list[int]
     seed: tuple[int | str, ...]
     """Identity of its requests, from the run's seed on, without the turn (`request_seed`)."""
-    is_multi_turn: bool = False
-    """The environment keeps the state of a conversation (`Environments.begin`)."""
-    is_agent: bool = False
-    """The environment has a `rollout` of its own (`Environments.roll_out`)."""
     lost: tuple[int, ...] = ()
     """Sampled tokens, as far as known, in each rollout worker that was lost while it ran this sample."""
     payload: Any = None
@@ -134,35 +126,8 @@ class Environments(Protocol):
         """Renders and tokenizes the prompt of a dataset item."""
         ...
 
-    async def advance(
-        self, env_key: str, index: int, completion_token_ids: np.ndarray, stop_reason: str, *, for_eval: bool = False
-    ) -> Advance:
-        """Scores the completion of a single-turn environment: its reward, or the metrics of an evaluation."""
-        ...
-
-    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begins a multi-turn rollout. `interleaved` False renders the whole conversation for every turn."""
-        ...
-
-    async def respond(
-        self,
-        rollout: str,
-        completion_token_ids: np.ndarray,
-        completion_logprobs: np.ndarray,
-        stop_reason: str,
-        *,
-        max_context: int | None = None,
-        for_eval: bool = False,
-    ) -> Advance:
-        """Passes a completion to the rollout's environment. A next prompt of `max_context` tokens ends the rollout."""
-        ...
-
-    def cancel(self, rollout: str) -> None:
-        """Ends a rollout at once. Ignores unknown ids."""
-        ...
-
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        """Runs the `rollout` of an environment, which samples turns of this one. Returns its score."""
+        """Runs the environment's rollout, which samples turns of this one. Returns its score."""
         ...
 
 
@@ -176,14 +141,6 @@ class Prompts(Protocol):
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         ...
-
-
-class _StateLost(Exception):
-    """The state of a conversation was lost because of infrastructure."""
-
-    def __init__(self, error: InfrastructureError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Rollout:
@@ -221,11 +178,15 @@ class Rollout:
         self._in_engine: dict[str, tuple[int, int]] = {}
         """Server of each running request, and the policy version that it had when the request was sent."""
         self._num_sampled = 0
-        """Turns that an agent has asked for."""
-        self._conversation_id: str | None = None
-        """Id of the open conversation in the environments."""
-        self._num_begun = 0
+        """Turns that the rollout has asked for since it began."""
+        self._kept: Lease | None = None
+        """Slot of the last turn, which is kept while the environment replies."""
         self._running: asyncio.Task[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """What error messages call it."""
+        return f"environment {self.task.environment_key!r}, item {self.task.item_index}"
 
     async def run(self) -> Trajectory:
         """Runs the sample to its end: scored, masked or cancelled.
@@ -253,10 +214,10 @@ class Rollout:
     def cancel(self) -> list[tuple[int, str]]:
         """Cancels the sample. Returns (server, request id) of the requests that the caller must abort in the engines.
 
-        Without any, its current wait is cancelled here, and always that of an agent.
+        It ends with them. Without any, its current wait is cancelled here.
         """
         self.trajectory.cancelled = True
-        if self._running is not None and (self.task.is_agent or not self._in_engine):
+        if self._running is not None and not self._in_engine:
             self._running.cancel()
         return [(server, request_id) for request_id, (server, _) in self._in_engine.items()]
 
@@ -277,171 +238,79 @@ class Rollout:
         parent: int | None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        routes_start: int = 0,
+        keeps_slot: bool = False,
         **of_turn: Any,
     ) -> int:
-        """Samples a turn of an agent. Returns its index in the trajectory. `of_turn` are other fields of the turn.
+        """Samples a turn. Returns its index in the trajectory.
 
-        May be cancelled, which ends the request. Raises `InfrastructureError`.
+        `keeps_slot` keeps its request slot until the next turn or the end, for which turns must follow one another.
+        `of_turn` are other fields of the turn. May be cancelled, which ends the request. Raises `EnvironmentFailure`
+        when the prompt fills the context, and `InfrastructureError`.
         """
+        trajectory = self.trajectory
+        self._release()
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         num_free_tokens = self.settings.sampling.max_context - len(prompt_token_ids)
+        if num_free_tokens <= 0:
+            trajectory.end_reason = PROMPT_TOO_LONG
+            raise EnvironmentFailure(f"the prompt of turn {number} fills the context (max_model_len, seq_len)")
         started_at = time.time()
-        lease, generation = await self._generate(
-            number, prompt_token_ids, min(num_free_tokens, max_tokens or num_free_tokens), 0, stop
-        )
-        self._slots.release(lease)
-        self.trajectory.generated_at = time.time()
+        try:
+            lease, generation = await self._generate(
+                number, prompt_token_ids, min(num_free_tokens, max_tokens or num_free_tokens), routes_start, stop
+            )
+        finally:
+            if trajectory.cancelled and self._running not in (None, asyncio.current_task()):
+                self._running.cancel()
+        self._kept = lease
+        if not keeps_slot:
+            self._release()
+        trajectory.generated_at = time.time()
         turn = Turn(
-            added_token_ids, generation, started_at=started_at, ended_at=self.trajectory.generated_at, parent=parent,
+            added_token_ids, generation, started_at=started_at, ended_at=trajectory.generated_at, parent=parent,
             server=lease.server, slot=lease.slot, **of_turn,
         )  # fmt: skip
-        self.trajectory.turns.append(turn)
+        trajectory.turns.append(turn)
         self._on_progress()
-        return len(self.trajectory.turns) - 1
+        if trajectory.cancelled:
+            raise asyncio.CancelledError
+        return len(trajectory.turns) - 1
+
+    def may_retry(self) -> bool:
+        """Counts a failure of the infrastructure. Returns whether the sample may go on."""
+        self.trajectory.num_infrastructure_retries += 1
+        return self.trajectory.num_infrastructure_retries <= self.settings.max_infrastructure_retries
+
+    def _release(self) -> None:
+        if self._kept is not None:
+            self._slots.release(self._kept)
+            self._kept = None
 
     async def _run_with_retries(self) -> None:
-        """Runs the sample, again if the conversation's state is lost."""
+        """Runs the environment's rollout, and again if its state is lost because of infrastructure."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
-                await (self._run_agent() if self.task.is_agent else self._run_turns())
-                return
-            except _StateLost as lost:
-                trajectory.num_infrastructure_retries += 1
-                if trajectory.num_infrastructure_retries > self.settings.max_infrastructure_retries:
-                    raise lost.error from lost
+                reward = await self._environments.roll_out(self)
+                break
+            except InfrastructureError:
+                is_over = trajectory.num_infrastructure_retries > self.settings.max_infrastructure_retries
+                if is_over or not self.may_retry():
+                    raise
                 if trajectory.turns:
                     trajectory.lost_conversations.append(trajectory.num_completion_tokens)
                     trajectory.turns.clear()
                     trajectory.chat_rewards.clear()
+                self._num_sampled = 0
             finally:
-                if self._conversation_id is not None:
-                    self._environments.cancel(self._conversation_id)
-                    self._conversation_id = None
-                self._num_begun += 1
-
-    async def _run_agent(self) -> None:
-        trajectory = self.trajectory
-        try:
-            reward = await self._environments.roll_out(self)
-        except InfrastructureError as error:
-            raise _StateLost(error) from error
+                self._release()
+        else:
+            return
         if not any(turn.trained for turn in trajectory.turns):
             raise EnvironmentFailure("its rollout ended without an answer of the policy that could be trained")
         trajectory.reward = reward
         trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
-
-    async def _run_turns(self) -> None:
-        task, trajectory, settings = self.task, self.trajectory, self.settings
-        if task.is_multi_turn:
-            await self._begin()
-        prompt_token_ids = added_token_ids = task.prompt_token_ids
-        routes_start, parent = 0, None
-        reply: Advance | None = None
-        while not trajectory.cancelled:
-            num_free_tokens = settings.sampling.max_context - len(prompt_token_ids)
-            if num_free_tokens <= 0:
-                trajectory.end_reason = PROMPT_TOO_LONG
-                what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
-                raise EnvironmentFailure(what)
-            started_at = time.time()
-            lease, generation = await self._generate(
-                len(trajectory.turns), prompt_token_ids, num_free_tokens, routes_start
-            )
-            try:
-                if settings.free_lane_after_generation:
-                    self._slots.release(lease)
-                trajectory.generated_at = time.time()
-                turn = Turn(
-                    added_token_ids,
-                    generation,
-                    started_at=started_at,
-                    ended_at=trajectory.generated_at,
-                    parent=parent,
-                    server=lease.server,
-                    slot=lease.slot,
-                )
-                if reply is not None:
-                    turn.replies = [
-                        tuple(str(m.get(key) or "") for key in ("role", "content", "turn_type")) for m in reply.messages
-                    ]
-                    turn.divergence = reply.divergence
-                trajectory.turns.append(turn)
-                self._on_progress()
-                if trajectory.cancelled:
-                    return
-                reply = await self._environment_reply(generation)
-            finally:
-                if not settings.free_lane_after_generation:
-                    self._slots.release(lease)
-            turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
-            if reply.done:
-                trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
-                trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
-                return
-            added_token_ids = reply.append_token_ids
-            parent = None if reply.restarts else len(trajectory.turns) - 1
-            before = [] if reply.restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
-            prompt_token_ids = before + added_token_ids
-            # Known up to the token before the last sampled one.
-            routes_start = max(len(before) - 1, 0) if generation.routes_MXK is not None else 0
-
-    async def _begin(self) -> None:
-        """Lets the environment create the state of a new conversation."""
-        # A conversation that begins again gets a new id.
-        name = f"{self.task.sample_id}.{self._num_begun}"
-        self._conversation_id = name
-        try:
-            first = await self._environments.begin(
-                name, self.task.environment_key, self.task.item_index, interleaved=self.settings.interleaved
-            )
-        except InfrastructureError as error:
-            self._conversation_id = None
-            raise _StateLost(error) from error
-        except EnvironmentFailure:
-            self._conversation_id = None
-            raise
-        if first.token_ids != self.task.prompt_token_ids:
-            raise EnvironmentFailure(
-                "get_initial_prompt returned different prompts for the same item; the samples of a group share one "
-                "prompt, so it must be deterministic"
-            )
-
-    async def _environment_reply(self, generation: Generation) -> Advance:
-        """Passes an answer to the environment. Returns the score or the environment's messages."""
-        task, trajectory, settings = self.task, self.trajectory, self.settings
-        if self._conversation_id is not None:
-            begun, self._conversation_id = self._conversation_id, None
-            try:
-                reply = await self._environments.respond(
-                    begun,
-                    generation.token_ids_N,
-                    generation.logprobs_N,
-                    generation.finish_reason,
-                    for_eval=settings.for_eval,
-                    max_context=settings.sampling.max_context,
-                )
-            except InfrastructureError as error:
-                raise _StateLost(error) from error
-            except asyncio.CancelledError:
-                self._environments.cancel(begun)
-                raise
-            if not reply.done:
-                self._conversation_id = begun
-            return reply
-        while True:
-            try:
-                return await self._environments.advance(
-                    task.environment_key,
-                    task.item_index,
-                    generation.token_ids_N,
-                    generation.finish_reason,
-                    for_eval=settings.for_eval,
-                )
-            except InfrastructureError:
-                trajectory.num_infrastructure_retries += 1
-                if trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
-                    raise
 
     async def _generate(
         self,

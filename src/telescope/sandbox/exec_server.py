@@ -4,7 +4,8 @@ It has one thread and few imports, because imports delay the start of a sandbox.
 exits, and with it every process of the sandbox.
 
 A request is a frame (number of the request and length, 4 bytes each), whose fields are separated by NUL: `exec`, time
-limit, folder, command, variables; `stop`, number of the command; `write`, path, content; `read`, path, largest size.
+limit, folder, command, variables; `stop`, number of the command; `write`, path, content; `read`, path, largest size;
+`relay`, path of a socket, port.
 A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), and for two streams the length that was written
 (8 bytes) and the length that follows, then the streams. Of a long stream the middle is left out.
 """
@@ -188,6 +189,10 @@ class Server:
                 if len(content) > int(limit):
                     raise OSError(f"it has more than {int(limit)} bytes")
                 self.reply(number, 0, (len(content), content), (0, b""))
+            elif kind == b"relay":
+                path, port = body.split(b"\0")
+                relay(path, int(port), self.descriptor)
+                self.reply(number, 0, (0, b""), (0, b""))
         except OSError as error:
             message = os.fsencode(str(error))
             self.reply(number, FAILED, (0, b""), (len(message), message))
@@ -229,6 +234,44 @@ class Server:
                 if not command.timed_out and time.monotonic() >= command.deadline:
                     command.timed_out = True
                     command.kill()
+
+
+def relay(path: bytes, port: int, descriptor: int) -> None:
+    """Starts a process that relays a port of the sandbox's own loopback to a Unix socket of the host."""
+    import _socket  # of which only sandboxes with an endpoint pay the start, as of a fork
+    import _thread
+    import posix
+
+    listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    if posix.fork():
+        listener.close()
+        return
+
+    def copy(source: _socket.socket, target: _socket.socket) -> None:
+        try:
+            while piece := source.recv(PIECE):
+                target.sendall(piece)
+            target.shutdown(_socket.SHUT_WR)
+        except OSError:  # a side has gone
+            for each in (source, target):
+                try:  # noqa: SIM105
+                    each.shutdown(_socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    posix.close(descriptor)
+    _thread.stack_size(2**18)
+    while True:
+        client = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
+        host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        try:
+            host.connect(path)
+            _thread.start_new_thread(copy, (client, host))
+            _thread.start_new_thread(copy, (host, client))
+        except (OSError, RuntimeError):  # the endpoint, or the sandbox's memory, is at its end
+            client.close()
 
 
 def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:

@@ -180,7 +180,7 @@ class LocalSandboxProvider(SandboxProvider):
             async with asyncio.timeout(START_SECONDS):
                 await sandbox.start(command, self._code, limits, user, f"{name} {config.extra.get('run', '')}")
             if config.extra.get("endpoint"):
-                await self._relay(sandbox)
+                await sandbox.file(b"relay", ENDPOINT, str(ENDPOINT_PORT).encode())
             sandbox.end_after(config.timeout_seconds)
         except BaseException as error:
             await sandbox.destroy()
@@ -189,21 +189,6 @@ class LocalSandboxProvider(SandboxProvider):
             raise
         self._sandboxes[name] = sandbox
         return SandboxHandle(name)
-
-    async def _relay(self, sandbox: LocalSandbox) -> None:
-        """Starts the relay to the endpoint, and waits until it listens."""
-        code = Path(__file__).with_name("relay.py").read_bytes()
-        await sandbox.file(b"write", "/run/relay.py", code)
-        python = f"{sys.base_prefix}/bin/python3"
-        start = f"{python} -I /run/relay.py {ENDPOINT_PORT} {ENDPOINT} > /run/relay.log 2>&1 & "
-        result = await sandbox.execute(
-            start + "until grep -q listening /run/relay.log; do kill -0 $! || { cat /run/relay.log >&2; exit 1; }; "
-            "sleep 0.01; done",
-            START_SECONDS,
-            "/",
-        )
-        if result.exit_code:
-            raise SandboxError(f"the relay of sandbox {sandbox.name!r} does not start: {result.stderr}")
 
     def _command(self, config: SandboxConfig, disk: int) -> tuple[list[str], int | None]:
         """Returns bubblewrap's command line without the server, and the user to run it as (None: this one)."""
@@ -218,10 +203,9 @@ class LocalSandboxProvider(SandboxProvider):
         python = Path(sys.base_prefix).resolve()
         shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None
-        if os.geteuid() == 0 and all(_is_open_to_all(path) for path in (root, python, *shown)):
-            user = (
-                UNPRIVILEGED_USER  # root could read every mounted file, and the limit of processes does not apply to it
-            )
+        # Root could read every mounted file, and the limit of processes does not apply to it.
+        if os.geteuid() == 0 and all(map(_is_open_to_all, (root, python, *shown, *(path.parent for path in endpoint)))):
+            user = UNPRIVILEGED_USER
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",

@@ -197,14 +197,13 @@ class LocalSandbox:
         return ExecResult(code, *output)
 
     async def file(self, kind: bytes, path: str, value: bytes) -> bytes:
-        """Writes a file, or reads one."""
+        """Writes a file, reads one, or relays a socket."""
         if "\0" in path:
             raise UserError("a path of a sandbox must not have NUL characters")
         code, streams = await self._call(kind, os.fsencode(path), value, seconds=60 + REPLY_SECONDS)
         if code != 0:
-            doing = "write" if kind == b"write" else "read"
             why = streams[1][1].decode(errors="replace")
-            raise SandboxError(f"cannot {doing} {path!r} in sandbox {self.name!r}: {why}")
+            raise SandboxError(f"cannot {kind.decode()} {path!r} in sandbox {self.name!r}: {why}")
         return streams[0][1]
 
 

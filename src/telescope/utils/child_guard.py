@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         if os.getppid() != parent:
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group
-    sys.stderr.write(f"telescope: engine process {child.pid} {describe_exit(code)}\n")
+    sys.stderr.write(f"telescope: process {child.pid} {describe_exit(code)}\n")
     sys.stderr.flush()
     return code if code >= 0 else 128 - code
 

@@ -109,6 +109,15 @@ async def asks_for_four_answers(context: RolloutContext) -> str:
     return status
 
 
+async def exits_in_a_background_task(context: RolloutContext) -> str:
+    async def leave() -> None:
+        sys.exit(3)
+
+    task = asyncio.create_task(leave())
+    await ask(context)
+    return str(task.exception())
+
+
 class Faulty(Agent):
     rollout_timeout_seconds = 20.0
 
@@ -126,6 +135,7 @@ class Faulty(Agent):
         (is_killed, "exit code -9"), (calls_twice_at_once, "2 answers"), (floods, f"{MAX_IN_FLIGHT} answers"),
         (disconnects_in_mid_stream, "1 answers"), (sends_10_mb, "400"), (uses_another_key, "401"),
         (asks_for_another_model, "404"), (asks_for_four_answers, "400"),
+        (exits_in_a_background_task, "user code raised SystemExit: 3"),
     ],
 )  # fmt: skip
 async def test_a_fault_of_an_agent_trains_only_what_it_was_answered(bench: Any, act: Any, saw: str) -> None:
@@ -206,7 +216,7 @@ async def asks_no_judge(context: RolloutContext) -> str:
             BaseExceptionGroup("some", [Odd("x")]))),
         (raises(RecursionError()), "RecursionError (test_faults.py:"),
         (generates([]), "it has no messages"), (generates("Hi"), "malformed"), (generates(None), "malformed"),
-        (generates([{"content": "Hi"}]), "has the role None"),
+        (generates([{"content": "Hi"}]), "has the role None"), (generates([{"role": "robot"}]), "has the role 'robot'"),
         (generates([{"role": "user", "content": b"Hi"}]), "a part of type 'int'"),
         (generates([{"role": "user", "content": 5}]), "malformed"),
         (generates([{"role": "user", "content": "\ud800"}]), "malformed"),

@@ -1,14 +1,13 @@
 """A tokenizer over bytes, and the environments in `environments_for_tests` and `outside_folders`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.fakes.play import Player
 
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.rollout.environment_runner import EnvironmentRunner
-from telescope.rollout.environments import LoadedEnvironments
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
@@ -59,19 +58,13 @@ def encode(tokenizer):
     return lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-@dataclass
-class Loaded:
-    """Environments that are loaded in this process, and their descriptions by key."""
+class Loaded(Player):
+    """A player of environments, and their descriptions by key."""
 
-    environments: LoadedEnvironments
     infos: dict[str, EnvironmentInfo]
-    runner: EnvironmentRunner
 
     async def describe(self, key):
         return self.infos[key]
-
-    async def respond(self, rollout, token_ids, completion_logprobs=(), stop_reason="stop", **options):
-        return await self.environments.respond(rollout, token_ids, completion_logprobs, stop_reason, **options)
 
     def __getattr__(self, name):
         return getattr(self.environments, name)
@@ -87,8 +80,8 @@ async def load(tokenizer_path):
         runner = EnvironmentRunner(specs, Renderer(RendererSpec(tokenizer_path)), [str(ENVIRONMENTS), str(OUTSIDE)])
         infos = {spec.identity: runner.describe(position) for position, spec in enumerate(specs)}
         await runner.prepare_own_resources()
-        environments = LoadedEnvironments(runner, timeout_seconds=timeout_seconds)
-        loaded.append(Loaded(environments, infos, runner))
+        loaded.append(Loaded(runner, timeout_seconds=timeout_seconds))
+        loaded[-1].infos = infos
         return loaded[-1]
 
     yield make

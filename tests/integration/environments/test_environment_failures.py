@@ -13,7 +13,7 @@ FINE = "fine"
 
 
 async def do(pool, encode, deed, index=0):
-    return (await pool.advance("hostile", index, encode(deed), "stop")).reward
+    return (await pool.answer("hostile", index, encode(deed), "stop")).reward
 
 
 async def eventually(condition, seconds=10.0):

@@ -47,7 +47,7 @@ def test_a_judge_that_does_not_answer_is_named_before_a_run(rows):
 async def test_what_a_judge_costs_is_a_metric_of_each_sample(load, encode, rows):
     with judge_server(lambda body: grades(body, 5)) as (url, _):
         pool = await load(judged(rows, url))
-        first, second = [(await pool.advance("dataset", 0, encode("Paris"), "stop")).reward for _ in range(2)]
+        first, second = [(await pool.answer("dataset", 0, encode("Paris"), "stop")).reward for _ in range(2)]
     assert (first.total_reward, first.sample_metrics["judge"]) == (0.5, 0.5)
     assert (first.sample_metrics["judge/calls"], first.sample_metrics["judge/tokens"]) == (1.0, 110.0)
     assert (second.sample_metrics["judge/calls"], second.sample_metrics["judge/cache_hits"]) == (1.0, 1.0)

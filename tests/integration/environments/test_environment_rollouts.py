@@ -28,7 +28,7 @@ async def test_a_conversation_continues_until_it_is_done_and_is_scored_once(load
     rendered = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     shown = [*first.token_ids, *encode("hello"), *second.append_token_ids]
     assert shown == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    last = await say(pool, encode, "r", "enough", completion_logprobs=[-0.5] * len(encode("enough")))
+    last = await say(pool, encode, "r", "enough", logprobs=[-0.5] * len(encode("enough")))
     assert last.done and last.end_reason == "had enough" and last.messages == []
     assert last.reward.total_reward == 2.0
     metrics = last.reward.sample_metrics
@@ -36,8 +36,6 @@ async def test_a_conversation_continues_until_it_is_done_and_is_scored_once(load
     assert metrics["logprobs"] == -0.5 * len(encode("enough"))
     assert last.reward.info_turns == [{"heard": ["hello", "enough"]}, {"item": "3"}]
     assert last.reward.sample_tags == {"eos": "<|im_end|>", "reason": "had enough"}
-    with pytest.raises(ValueError, match="is not open"):
-        await say(pool, encode, "r", "more")
 
 
 async def test_synchronous_code_may_run_an_event_loop_even_after_an_await(load, encode):
@@ -133,7 +131,6 @@ async def test_end_rollout_is_called_for_a_cancelled_rollout_in_any_state(load, 
     await asyncio.sleep(0.2)
     pool.cancel("idle")
     pool.cancel("waiting")
-    pool.cancel("unknown")
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
@@ -205,7 +202,7 @@ async def test_resources_are_prepared_once_for_all_processes_at_the_first_call(l
     pool = await load(EnvironmentSpec("reserved", {"notes": str(notes)}))
     await pool.prepare("reserved", 0)
     assert notes_of(notes) == []
-    advances = await asyncio.gather(*(pool.advance("reserved", i, encode("x"), "stop") for i in range(50)))
+    advances = await asyncio.gather(*(pool.answer("reserved", i, encode("x"), "stop") for i in range(50)))
     assert {a.reward.sample_metrics["here"] for a in advances} == {1.0}
     assert len({a.reward.sample_metrics["pid"] for a in advances}) == 1
     assert notes_of(notes) == ["try", "prepared"]
@@ -219,7 +216,7 @@ async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_sta
     pool = await load(spec, timeout_seconds=0.5)
     await pool.prepare_resources(0)
     assert notes_of(notes) == ["try", "prepared"]
-    assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
+    assert (await pool.answer("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -234,15 +231,15 @@ async def test_failed_resources_fail_the_waiting_calls_and_are_retried(load, enc
     notes = tmp_path / "notes"
     pool = await load(EnvironmentSpec("reserved", {"notes": str(notes), "error_at_first": error}))
     with pytest.raises(EnvironmentFailure, match=f"prepare_resources failed: .*{shown}"):
-        await pool.advance("reserved", 0, encode("x"), "stop")
-    assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
+        await pool.answer("reserved", 0, encode("x"), "stop")
+    assert (await pool.answer("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
 
 async def test_per_process_resources_are_prepared_by_each_process(load, encode, tmp_path):
     notes = tmp_path / "notes"
     pool = await load(EnvironmentSpec("reserved_by_each", {"notes": str(notes)}))
     assert notes_of(notes).count("prepared") == 1
-    await asyncio.gather(*(pool.advance("reserved_by_each", i, encode("x"), "stop") for i in range(50)))
+    await asyncio.gather(*(pool.answer("reserved_by_each", i, encode("x"), "stop") for i in range(50)))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -30,11 +30,9 @@ async def test_prompt_is_rendered_by_the_chat_template_and_tokenized_in_the_work
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_reward_of_sync_and_async_code_comes_back_whole(load, encode, asynchronous):
     pool = await load(EnvironmentSpec("echo", {"asynchronous": asynchronous}))
-    advance = await pool.advance("echo", 12, encode("12"), "stop")
+    advance = await pool.answer("echo", 12, encode("12"), "stop")
     assert advance.done
-    assert advance.append_token_ids == []
     assert advance.completion_text == "12"
-    assert advance.seconds > 0
     reward = advance.reward
     assert (reward.total_reward, reward.sample_metrics["length"]) == (1.0, 2.0)
     assert reward.golden_answers == {"answer": "12", "none": None}
@@ -44,7 +42,7 @@ async def test_reward_of_sync_and_async_code_comes_back_whole(load, encode, asyn
 
 async def test_eval_metrics_are_those_of_the_reward_unless_overridden(load, encode):
     pool = await load("echo")
-    record = (await pool.advance("echo", 12, encode("13"), "stop", for_eval=True)).reward
+    record = (await pool.answer("echo", 12, encode("13"), "stop", for_eval=True)).reward
     assert record.total_reward == 0.0
     assert record.sample_metrics["reward"] == 0.0
     assert record.sample_metrics["length"] == 2.0
@@ -52,13 +50,13 @@ async def test_eval_metrics_are_those_of_the_reward_unless_overridden(load, enco
 
 async def test_completion_that_was_cut_off_keeps_its_last_token(load, encode):
     pool = await load("echo")
-    assert (await pool.advance("echo", 0, encode("12")[:-1], "length")).completion_text == "12"
-    assert (await pool.advance("echo", 0, encode("12"), "length")).completion_text == "12<|im_end|>"
+    assert (await pool.answer("echo", 0, encode("12")[:-1], "length")).completion_text == "12"
+    assert (await pool.answer("echo", 0, encode("12"), "length")).completion_text == "12<|im_end|>"
 
 
 async def test_thousands_of_calls_are_answered_each_with_its_own_result(load, encode):
     pool = await load("echo")
-    advances = await asyncio.gather(*(pool.advance("echo", i % 1000, encode(str(i)), "stop") for i in range(2000)))
+    advances = await asyncio.gather(*(pool.answer("echo", i % 1000, encode(str(i)), "stop") for i in range(2000)))
     assert [a.completion_text for a in advances] == [str(i) for i in range(2000)]
     assert [a.reward.total_reward for a in advances] == [1.0] * 1000 + [0.0] * 1000
 
@@ -99,7 +97,7 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(loa
     prompt = await pool.prepare("eval/countdown", 0)
     assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     record = (
-        await pool.advance("eval/countdown", 0, encode("<answer>95**97**99</answer>"), "stop", for_eval=True)
+        await pool.answer("eval/countdown", 0, encode("<answer>95**97**99</answer>"), "stop", for_eval=True)
     ).reward
     assert record.sample_metrics == {"reward": 0.0, "correct": 0.0, "format": 0.0}
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
@@ -127,6 +125,6 @@ async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(
     pool = await load(spec, timeout_seconds=60.0)
     hostile = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\prod_{i=1}^{10^9} i}", r"\boxed{95^{97^{99}}}", r"\boxed{((((((((1}"]
     answers = [answer for bad in hostile for answer in (bad, r"So \boxed{5}.")]
-    advances = await asyncio.gather(*(pool.advance("hendrycks_math", 0, encode(a), "stop") for a in answers))
+    advances = await asyncio.gather(*(pool.answer("hendrycks_math", 0, encode(a), "stop") for a in answers))
     assert [advance.reward.total_reward for advance in advances] == [0.0, 1.0] * 4
     assert not pool.is_stuck

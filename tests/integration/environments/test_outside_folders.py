@@ -40,7 +40,7 @@ async def test_a_tool_is_called_and_answers_as_the_user(load, encode):
 
 async def test_a_rubric_scores_without_rescaling(load, encode):
     pool = await load(EnvironmentSpec("graded_sentence", {"flavor": "sweet"}))
-    scored = await pool.advance("graded_sentence", 0, encode("a comet is not a star !"), "stop")
+    scored = await pool.answer("graded_sentence", 0, encode("a comet is not a star !"), "stop")
     assert scored.reward.total_reward == pytest.approx(1.7)
     assert (await pool.describe("graded_sentence")).metrics_ranges["num_exclamations"]["invert"]
 
@@ -49,7 +49,7 @@ async def test_an_eval_wraps_the_environment_and_filters_its_samples(load, encod
     pool = await load(eval_spec("long_sentences", {}, key="eval"))
     assert (await pool.describe("eval")).num_samples == 2
     assert (await pool.prepare("eval", 1)).messages[-1]["content"] == "Write one sentence with this word.\n\neclipse"
-    scored = await pool.advance("eval", 1, encode("an eclipse"), "stop", for_eval=True)
+    scored = await pool.answer("eval", 1, encode("an eclipse"), "stop", for_eval=True)
     assert scored.reward.sample_metrics["has_word"] == 1.0
 
 
@@ -69,4 +69,4 @@ async def test_every_turn_of_a_conversation_opens_a_thought(load, encode, tokeni
 async def test_an_error_while_scoring_fails_the_sample_and_is_no_zero(load, encode):
     pool = await load(EnvironmentSpec("graded_sentence", {}))
     with pytest.raises(EnvironmentFailure, match="flavor"):
-        await pool.advance("graded_sentence", 0, encode("a comet"), "stop")
+        await pool.answer("graded_sentence", 0, encode("a comet"), "stop")

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 from tests.unit.environments.turns import finish, play, step
+from tests.unit.rollout.fakes import generation
 
 import telescope.environments
 from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutState, Sample, SingleTurnEnvironment
 from telescope.environments.local_rollout import Answer, roll_out_item, take_turn
 from telescope.environments.registry import get_environment, make_environment
-from telescope.errors import UserError
+from telescope.errors import EnvironmentFailure, UserError
 from telescope.evals import get_eval
-from telescope.rollout.conversations import Completion, Conversations
+from telescope.rollout.turns import MultiTurn
+from telescope.rollout.user_thread import UserThread
 
 OUTSIDE = Path(__file__).parents[2] / "integration" / "environments" / "outside_folders"
 
@@ -184,10 +186,18 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
     renderer = SimpleNamespace(
         chat_text=lambda messages: "text", encode=lambda text, from_template: [1], decode=lambda ids, cut_end_token: "x"
     )
-    conversations = Conversations(renderer)
-    finish(conversations.begin("r", Broken(), Sample("Go."), [], interleaved=True))
-    with pytest.raises(ValueError, match="no luck"):
-        finish(conversations.respond("r", Completion([], [], "stop")))
+    runner = SimpleNamespace(renderer=renderer, environments=[Broken()], first_messages=lambda *_: [])
+    task = SimpleNamespace(sample_id="r", item_index=0)
+    rollout = SimpleNamespace(label="item 0", task=task, settings=SimpleNamespace(interleaved=True))
+
+    async def run():
+        conversation = MultiTurn(rollout, runner, 0, UserThread(5.0))
+        await conversation.begin()
+        with pytest.raises(EnvironmentFailure, match="no luck"):
+            await conversation.respond(generation([]))
+        await conversation.end()
+
+    asyncio.run(run())
     assert ended == [("rollout_error", "ValueError: no luck")]
 
 

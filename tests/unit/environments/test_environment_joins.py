@@ -11,7 +11,7 @@ from jinja2.sandbox import SecurityError
 from tests import released
 
 from telescope.config.chat_template import compile_template
-from telescope.rollout.joins import template_messages
+from telescope.rollout.messages import template_messages
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
 
 FAMILIES = {

@@ -6,7 +6,8 @@ import re
 
 import pytest
 from tests import released
-from tests.unit.environments.turns import finish, play
+from tests.fakes.play import play_once
+from tests.unit.environments.turns import play
 
 from telescope.environments import (
     RewardResult,
@@ -23,7 +24,6 @@ from telescope.environments import (
 from telescope.environments.parsers import answer_text, opening_tag
 from telescope.environments.types import EnvironmentSpec
 from telescope.evals.base import EnvironmentEval
-from telescope.rollout.conversations import Completion
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Renderer, RendererSpec
 
@@ -93,12 +93,10 @@ def reward(renderer, template, answer, *, factory="make_boxed", stop_reason="len
     object.__setattr__(renderer.spec, "enable_thinking", enable_thinking)
     runner = EnvironmentRunner([EnvironmentSpec("x", factory=f"{__name__}:{factory}")], renderer, [])
     ids = renderer.encode_continuation(answer)
-    if factory != "make_adding":
-        reply = finish(runner.score(0, 0, ids, stop_reason, for_eval=factory == "make_eval"))
-    else:
-        finish(runner.begin("r", 0, 0, interleaved=False))
-        reply = finish(runner.conversations.respond("r", Completion(ids, [0.0] * len(ids), stop_reason, max_context=1)))
-        assert reply.done, "the context of one token ends the rollout"
+    is_adding = factory == "make_adding"
+    options = {"max_context": 1} if is_adding else {"for_eval": factory == "make_eval"}
+    _, reply = play_once(runner, ids, stop_reason, **options)
+    assert reply.done, "one answer, or the context of one token, ends the rollout"
     return reply.reward.total_reward
 
 

@@ -6,13 +6,12 @@ import json
 
 import pytest
 from tests import released
-from tests.unit.environments.turns import finish
+from tests.fakes.play import play_once
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment, get_environment
 from telescope.environments.tool_template import tool_template
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
-from telescope.rollout.conversations import Completion
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Renderer, RendererSpec
 
@@ -104,12 +103,10 @@ def first_turn(renderer, template, name="Doubling", answer=None, **kwargs):
     runner = runner_of(renderer, template, name, **kwargs)
     runner.describe(0)
     prompt = runner.prepare(0, 0).text
-    first = finish(runner.begin("r", 0, 0, interleaved=True)).token_ids
-    assert renderer.decode(first, cut_end_token=False) == prompt
     ids = renderer.encode_continuation(answer or CALLS[FORMS[template] or HERMES])
-    reply = finish(runner.conversations.respond("r", Completion(ids, [0.0] * len(ids), "stop")))
-    before = [] if reply.restarts else [*first, *ids]
-    return prompt, reply.messages, renderer.decode([*before, *reply.append_token_ids], cut_end_token=False)
+    first, reply = play_once(runner, ids, "stop")
+    assert renderer.decode(first.token_ids, cut_end_token=False) == prompt
+    return prompt, reply.messages, renderer.decode(reply.token_ids, cut_end_token=False)
 
 
 @pytest.mark.parametrize("template", FORMS)
@@ -123,7 +120,7 @@ def test_a_template_takes_tools_if_its_calls_are_read(renderer, template):
 def test_the_template_shows_the_tools_and_the_results_in_its_own_form(renderer, template):
     prompt, reply, following = first_turn(renderer, template)
     assert "double" in prompt and "You may call these tools" not in prompt and prompt.count("Double a text") == 1
-    assert reply == [{"role": "tool", "name": "double", "content": "1.501.50", "turn_type": "tool_result"}]
+    assert reply == [{"role": "tool", "content": "1.501.50", "turn_type": "tool_result"}]
     assert "1.501.50" in following and "Double a text" in following
     if template.startswith("qwen"):
         assert "<tool_response>\n1.501.50\n</tool_response>" in following

@@ -18,7 +18,7 @@ Traceback (most recent call last):
     sock.bind(addr)
     ^^^^^^^^^^^^^^^
 OSError: [Errno 98] Address already in use
-telescope: engine process 28802 ended with exit code 1""".splitlines()
+telescope: process 28802 ended with exit code 1""".splitlines()
 
 
 def test_a_traceback_is_reduced_to_its_error() -> None:

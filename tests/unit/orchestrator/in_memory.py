@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tests.fakes.run import VOCAB_SIZE
+from tests.fakes.turns import ScriptedTurns
 from tests.unit.orchestrator.fakes import StrictRecorder, workers_of
 from tests.unit.rollout.fakes import generation, tick
 
@@ -24,7 +25,7 @@ from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult
 
 
-class NumberedItems:
+class NumberedItems(ScriptedTurns):
     """An environment whose item i is the prompt [i + 1]; the reward of an answer is whether its first token is odd.
 
     Every key serves the same items, so that their identities are equal whatever they are called.

@@ -16,10 +16,11 @@ from typing import Any, cast
 import numpy as np
 from tests.fakes.backend import FakeBackend
 from tests.fakes.engine import AnswerFunction, FakeEngineSettings, FakeRequest
+from tests.fakes.turns import ScriptedTurns
 from tests.unit.orchestrator.fakes import StrictRecorder, pool_of
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.async_window import MAX_REQUEUES
@@ -101,13 +102,14 @@ class SimulatedServer(FakeBackend):
         self.restart()
 
 
-class SimulatedEnvironment:
+class SimulatedEnvironment(ScriptedTurns):
     """Takes simulated time; the reward depends on the last token, and is constant for some items."""
 
     is_stuck = False
 
     def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
         self.pace, self.rng, self.num_items = pace, rng, num_items
+        self.turns = pace.turns[1] > 1
         self.items: dict[str, int] = {}
         """Items of the open conversations."""
 
@@ -127,36 +129,21 @@ class SimulatedEnvironment:
         reward = 1.0 if index % 8 == 0 else float(token_ids[-1] % 2)
         return Advance(True, [], "text", RewardRecord(reward, {}, {}, [], {}))
 
-    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+    async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         assert rollout not in self.items, "a conversation is begun once"
         await asyncio.sleep(0.01)
         self.items[rollout] = index
-        return FirstPrompt([index + 1], [])
+        return [index + 1]
 
-    async def respond(
-        self,
-        rollout: str,
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        stop_reason: str,
-        *,
-        for_eval: bool = False,
-        max_context: int | None = None,
-    ) -> Advance:
-        index = self.items[rollout]
-        try:
-            if self.rng.random() < self.pace.lost_conversations:
-                raise InfrastructureError("the process of the rollout ended")
-            advanced = await self.advance("", index, token_ids, stop_reason)
-        except (EnvironmentFailure, InfrastructureError):
-            del self.items[rollout]
-            raise
+    async def respond(self, rollout: str, token_ids: np.ndarray, stop_reason: str, **options: bool) -> Advance:
+        if self.rng.random() < self.pace.lost_conversations:
+            raise InfrastructureError("the process of the rollout ended")
+        advanced = await self.advance("", self.items[rollout], token_ids, stop_reason)
         if self.rng.randint(*self.pace.turns) > 1:
             return Advance(False, [1], "turn", None, restarts=self.rng.random() < 0.2)
-        del self.items[rollout]
         return advanced
 
-    def cancel(self, rollout: str) -> None:
+    def end(self, rollout: str) -> None:
         self.items.pop(rollout, None)
 
 

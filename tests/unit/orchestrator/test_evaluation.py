@@ -13,7 +13,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.entries import environment_keys
 from telescope.evals.runner import SamplesFile
@@ -190,9 +190,9 @@ class TwoTurns(NumberedItems):
     async def describe(self, key: str) -> EnvironmentInfo:
         return EnvironmentInfo(key, self.num_items, is_multi_turn=True)
 
-    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+    async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         self.answers[rollout] = 0
-        return FirstPrompt([index + 1], [])
+        return [index + 1]
 
     async def respond(self, rollout: str, token_ids: Any, *arguments: Any, for_eval: bool, **options: Any) -> Advance:
         assert for_eval
@@ -200,6 +200,9 @@ class TwoTurns(NumberedItems):
         if self.answers[rollout] == 1:
             return Advance(False, [9], "first", None)
         return Advance(True, [], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+
+    def end(self, rollout: str) -> None:
+        assert self.answers[rollout] == 2
 
 
 async def test_a_multi_turn_eval_runs_like_training() -> None:

@@ -16,7 +16,7 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import reward, tick
 
-from telescope.environments.types import Advance, EnvironmentInfo, FirstPrompt
+from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
@@ -174,15 +174,15 @@ async def test_every_turn_of_every_sample_has_its_own_seed() -> None:
     run = InMemoryRun(config_of(number_of_steps=1, discard_group_zero_advantage=False))
     turns: Counter[str] = Counter()
 
-    async def begin(rollout: str, key: str, index: int, **_: object) -> FirstPrompt:
-        return FirstPrompt([index + 1], [])
+    async def begin(rollout: str, key: str, index: int) -> list[int]:
+        return [index + 1]
 
     async def respond(rollout: str, *_: object, **__: object) -> Advance:
         turns[rollout] += 1
-        return Advance(turns[rollout] == 2, [9], "text", reward())
+        is_done = turns[rollout] == 2
+        return Advance(is_done, [9], "text", reward() if is_done else None)
 
-    run.environments.begin, run.environments.respond = begin, respond
-    run.orchestrator.services.infos[0] = EnvironmentInfo("arithmetic", 64, is_multi_turn=True)
+    run.environments.begin, run.environments.respond, run.environments.end = begin, respond, turns.get
     await run.run()
     assert set(turns.values()) == {2}
     assert len(run.engine.requests) == 2 * len(turns)

@@ -6,12 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from tests.fakes.turns import ScriptedTurns
 
-from telescope.environments.types import Advance, FirstPrompt, RewardRecord
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.environments.types import Advance, RewardRecord
+from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.request_slots import Lease
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
@@ -88,7 +89,7 @@ class FakeLanes:
 
 
 @dataclass
-class FakeEnvironments:
+class FakeEnvironments(ScriptedTurns):
     """Returns the next of `advances`, by default a reward of 1; raises an exception in it."""
 
     advances: Iterable[Any] = ()
@@ -97,12 +98,11 @@ class FakeEnvironments:
     on_begin: BaseException | None = None
     is_stuck: bool = False
     begun: list[str] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     """Open conversations."""
     first_prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
-    interleaved: bool | None = None
-    max_context: int | None = None
+    turns: bool = False
+    """Rollouts are conversations."""
 
     def __post_init__(self) -> None:
         self._advances: Iterator[Any] = iter(self.advances)
@@ -118,39 +118,21 @@ class FakeEnvironments:
             raise answer
         return Advance(True, [], "text", reward()) if answer is None else answer
 
-    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+    async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         assert rollout not in self.begun, "a conversation is begun once"
         if isinstance(self.on_begin, BaseException):
             raise self.on_begin
         self.begun.append(rollout)
         self.open.add(rollout)
-        self.interleaved = interleaved
-        return FirstPrompt(self.first_prompt, [])
+        return self.first_prompt
 
     async def respond(
-        self,
-        rollout: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float] = (),
-        stop_reason: str = "stop",
-        *,
-        for_eval: bool = False,
-        max_context: int | None = None,
+        self, rollout: str, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool = False
     ) -> Advance:
         assert rollout in self.open, "unknown conversation"
-        assert len(logprobs) == len(token_ids)
-        self.max_context = max_context
-        try:
-            advanced = await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
-        except (EnvironmentFailure, InfrastructureError):
-            self.open.discard(rollout)
-            raise
-        if advanced.done:
-            self.open.discard(rollout)
-        return advanced
+        return await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
 
-    def cancel(self, rollout: str) -> None:
-        self.cancelled.append(rollout)
+    def end(self, rollout: str) -> None:
         self.open.discard(rollout)
 
 
@@ -170,11 +152,9 @@ def settings(**changes: Any) -> RolloutSettings:
     return RolloutSettings(sampling=sampling, **{**defaults, **changes})
 
 
-def task(prompt: list[int] | None = None, *, turns: bool = False) -> RolloutTask:
-    """A sample of the environment `arithmetic`; of several turns if `turns`."""
-    return RolloutTask(
-        "5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], (7, 5, 0), is_multi_turn=turns
-    )
+def task(prompt: list[int] | None = None) -> RolloutTask:
+    """A sample of the environment `arithmetic`."""
+    return RolloutTask("5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], (7, 5, 0))
 
 
 @dataclass
@@ -191,12 +171,13 @@ class Bench:
         self.failures.append((server, str(error)))
 
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
+        self.environments.turns = turns
         return await Rollout(
-            replace(task(prompt, turns=turns), payload=self.payload),
+            replace(task(prompt), payload=self.payload),
             slot_key=5,
             slots=self.slots,
             engine_of=lambda server: self.engine,
-            environments=self.environments,
+            environments=cast(Any, self.environments),
             settings=settings(**changes),
             on_engine_failure=self.on_engine_failure,
         ).run()

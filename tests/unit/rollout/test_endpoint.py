@@ -23,8 +23,8 @@ from telescope.environments.context import Answer, Call, RefusedCall
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import InfrastructureError
 from telescope.rollout import endpoint as module
-from telescope.rollout.dialects import message_of
 from telescope.rollout.endpoint import MAX_BODY_BYTES, MAX_IN_FLIGHT, Endpoint
+from telescope.rollout.messages import message_of
 
 USER = {"role": "user", "content": "How warm is it?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -302,7 +302,7 @@ REFUSED = {
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
-    "no role": ("chat/completions", {"messages": [{"content": ""}]}, "Missing required parameter: 'role'"),
+    "no role": ("chat/completions", {"messages": [{"content": ""}]}, "has the role None"),
     "limit": ("chat/completions", {"max_tokens": 0}, "expected a positive integer"),
     "stop": ("chat/completions", {"stop": [""]}, "'stop'"),
     "background": ("responses", {"background": True}, "'background'"),

@@ -148,7 +148,6 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
     assert sample.num_environment_tokens == 3
     assert not bench.environments.open
-    assert not bench.environments.cancelled, "a conversation that is over is not cancelled"
 
 
 async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_them_all() -> None:
@@ -199,13 +198,6 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     assert len({first.sample_id, second.sample_id}) == 2
     assert sample.divergences == {"history": 1}
     assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
-
-
-async def test_without_interleaving_every_turn_is_rendered_anew() -> None:
-    bench = Bench()
-    await bench.run(turns=True, interleaved=False)
-    assert bench.environments.interleaved is False
-    await Bench().run(turns=True)
 
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() -> None:
@@ -290,7 +282,7 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     reason = "abort" if wait == "engine" else "stop"
     bench = Bench(
         FakeEngine([generation([7]), generation([9], finish_reason=reason)]),
-        FakeEnvironments([Advance(False, [20], "first", None)]),
+        FakeEnvironments([Advance(False, [20], "first", None)], turns=True),
     )
     over = asyncio.Event()
 
@@ -305,7 +297,7 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     else:
         bench.slots.wait = hold_the_second_turn
     rollout = Rollout(
-        task(turns=True), slot_key=5, slots=bench.slots, engine_of=lambda server: bench.engine,
+        task(), slot_key=5, slots=bench.slots, engine_of=lambda server: bench.engine,
         environments=bench.environments,
         settings=sample_settings(), on_engine_failure=bench.on_engine_failure,
     )  # fmt: skip
@@ -326,12 +318,6 @@ async def test_an_answer_may_use_the_context_that_the_prompt_leaves() -> None:
     bench = Bench()
     await bench.run(prompt=list(range(60)), max_context=64, max_tokens=16)
     assert bench.engine.requests[0].max_tokens == 4
-
-
-async def test_the_environment_receives_the_context_length() -> None:
-    bench = Bench()
-    await bench.run(turns=True, max_context=15)
-    assert bench.environments.max_context == 15, "so that it scores the trajectory when the next turn does not fit"
 
 
 async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:

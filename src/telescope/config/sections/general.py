@@ -3,7 +3,7 @@
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from telescope.config.base import MAX_STEPS, Dtype, PathText, Seconds, Section, Text, WholeSeconds, Workers, refuse
 from telescope.config.environments import EnvironmentEntry
@@ -42,12 +42,16 @@ class ModelSection(Section, title="Model"):
     """Run Python code that ships inside the model's repository. Leave off unless you have read that code."""
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class EnvironmentSection(Section, title="Environments"):
     """At least one environment must be configured."""
 
     environments: list[EnvironmentEntry] = Field(default_factory=list)
     """Environments to train on, each with a sampling weight and its own settings."""
-    environments_path: list[PathText] = Field(default_factory=list)
+    environments_path: Annotated[list[PathText], BeforeValidator(_as_list)] = Field(default_factory=list)
     """Further folders that hold environments: `<folder>/<name>/environment.py`. Searched before the installed ones."""
     rollout_num_workers: Workers | None = None
     """Processes that run rollouts: prompts, turns, tools and rewards. They run on any node of the cluster. Null: one

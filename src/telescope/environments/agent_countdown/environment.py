@@ -26,28 +26,33 @@ NUM_ATTEMPTS = 3
 AGENTS = ("sdk", "checker", "compacting", "sandboxed")
 
 SCRIPT = r"""
-import json, os, subprocess, sys, urllib.request
+import json, os, socket, sys
 
 numbers, target = sys.argv[1].split(" -> ")
+host, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").split("/", 1)
 messages = []
 for _ in range(2):
     messages.append({"role": "user", "content": sys.argv[1]})
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    body = json.dumps({"messages": messages})
+    head = f"POST /{path}/chat/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n"
+    head += f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\n\r\n"
+    with socket.create_connection(host.split(":")) as endpoint:
+        endpoint.sendall((head + body).encode())
+        response = endpoint.makefile().read()
+    message = json.loads(response[response.index("{"):])["choices"][0]["message"]
     messages.append(message)
     expression = message["content"].split("<answer>")[-1].split("</answer>")[0]
     if not set(expression) <= set("0123456789+-() "):
         continue
-    shell = subprocess.run(["sh", "-c", "echo $((" + expression + "))"], capture_output=True, text=True)
-    if shell.stdout.strip() == target:
+    os.system(f"echo $(({expression})) > computed")
+    if open("computed").read().strip() == target:
         break
 print(message["content"], end="")
 """
-"""An agent in a sandbox: it computes an answer in a shell, and asks again if it misses the target."""
+"""An agent in a sandbox: it computes an answer in a shell, and asks again if it misses the target.
+
+It imports little, since each rollout starts it: `http.client` or an SDK would take longer than all the rest.
+"""
 
 
 class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
@@ -122,7 +127,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
     async def _sandboxed(self, sample: Sample, context: RolloutContext) -> RewardResult:
         sandbox = await context.sandbox()
         await sandbox.write("agent.py", SCRIPT)
-        ended = await sandbox.run(f"python3 agent.py '{sample.prompt}'", env=context.env(), timeout=30)
+        ended = await sandbox.run(f"python3 -I -S agent.py '{sample.prompt}'", env=context.env(), timeout=30)
         if ended.exit_code:
             raise EnvironmentFailure(f"the agent failed: {ended.stderr[-500:]}")
         return self.compute_reward(ended.stdout, sample)

@@ -6,6 +6,7 @@ Games draw from Python's shared random numbers; each rollout has its own state o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pkgutil
 import random
@@ -27,9 +28,9 @@ class TextArena(Environment):
     Item i is the game with the seed `seed` + i. `players` is by default the fewest that the game takes, and `options`
     are those of the game. One player has one conversation. With several the policy plays all of them, in conversations
     `player 0`, `player 1`, ... with the rewards that the game gives (self-play); the rollout's own is the first
-    player's. An `opponent`, `package.module:function` from what it sees to its action, plays all players but one, and
-    that one changes from item to item. A game that takes over `max_turns` actions ends without a reward. An answer
-    that does not fit the context is an empty action.
+    player's. An `opponent`, `package.module:function` from what it sees to its action, runs in a thread and plays all
+    players but one, and that one changes from item to item. A game that takes over `max_turns` actions ends without a
+    reward. An answer that does not fit the context is an empty action.
     """
 
     task = ""
@@ -82,7 +83,7 @@ class TextArena(Environment):
             if player in chats:
                 game.act(await _answer(chats[player], histories[player], seen))
             elif self.opponent is not None:
-                game.act(self.opponent(seen))
+                game.act(await asyncio.to_thread(self.opponent, seen))
         for player, chat in chats.items():
             chat.reward = game.rewards.get(player, 0.0)
         reward = game.rewards.get(own[0], 0.0)

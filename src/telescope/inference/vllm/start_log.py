@@ -25,7 +25,7 @@ NUM_LINES = 5
 _PREFIX = re.compile(r"^(?:\([\w-]+ pid=\d+\) )?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 _NOT_TELLING = re.compile(
     r"\s|$|Traceback \(most|During handling of the above|The above exception was|\S*:\d+: \w*Warning: |"
-    r"telescope: engine process \d+ (?:ended|was killed)"
+    r"telescope: process \d+ (?:ended|was killed)"
 )
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 

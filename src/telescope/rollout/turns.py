@@ -1,0 +1,222 @@
+"""The default `rollout` of an environment: one answer, or turns of answers and replies until the environment is done.
+
+`take_turns` owns the loop, and a `Conversation` the side of the environment: its state, the order in which its methods
+are called, and the token ids that its replies add. A state ends with `end_rollout` when its rollout was scored, failed
+or was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Protocol
+
+from telescope.environments.base import (
+    ChatMessage,
+    RolloutState,
+    TrajectoryStep,
+    assistant_message,
+    multi_turn_environment,
+)
+from telescope.environments.local_rollout import take_turn
+from telescope.environments.parsers import UnfinishedReasoning, answer_text
+from telescope.environments.serialization import MalformedResultError, serialize_score, serialize_tool_records
+from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advance, RewardRecord
+from telescope.environments.user_code import Steps, error_text, settled
+from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.base import Generation
+from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.rendering import Dialogue
+from telescope.rollout.sample import Rollout
+from telescope.rollout.user_thread import UserThread
+
+
+class Conversation(Protocol):
+    """The environment's side of a rollout in turns."""
+
+    has_state: bool
+    """A failure of the infrastructure loses it. Without, the environment replies to the same answer again."""
+
+    async def begin(self) -> list[int]:
+        """Returns the token ids of the first prompt."""
+        ...
+
+    async def respond(self, generation: Generation) -> Advance:
+        """Passes an answer to the environment. Returns its replies, or the score."""
+        ...
+
+    async def end(self) -> None:
+        """Drops the state. Called once."""
+        ...
+
+
+async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardRecord:
+    """Samples answers of the policy until the environment is done. Returns the score.
+
+    Raises `EnvironmentFailure`, and `InfrastructureError` when the state of the conversation is lost.
+    """
+    trajectory, settings = rollout.trajectory, rollout.settings
+    try:
+        prompt_token_ids = added_token_ids = await conversation.begin()
+        if prompt_token_ids != rollout.task.prompt_token_ids:
+            raise EnvironmentFailure(
+                "get_initial_prompt returned different prompts for the same item; the samples of a group share one "
+                "prompt, so it must be deterministic"
+            )
+        parent: int | None = None
+        routes_start, reply = 0, None
+        while True:
+            shown: list[ChatMessage] = [] if reply is None else reply.messages
+            index = await rollout.sample(
+                prompt_token_ids, added_token_ids=added_token_ids, parent=parent, routes_start=routes_start,
+                keeps_slot=not settings.free_lane_after_generation,
+                replies=[tuple(str(m.get(key) or "") for key in ("role", "content", "turn_type")) for m in shown],
+                divergence=None if reply is None else reply.divergence,
+            )  # fmt: skip
+            turn = trajectory.turns[index]
+            reply = await _reply(rollout, conversation, turn.generation)
+            turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
+            if reply.reward is not None:
+                trajectory.end_reason = reply.end_reason
+                return reply.reward
+            added_token_ids = reply.append_token_ids
+            parent = None if reply.restarts else index
+            before = [] if reply.restarts else [*prompt_token_ids, *turn.generation.token_ids_N.tolist()]
+            prompt_token_ids = before + added_token_ids
+            # Known up to the token before the last sampled one.
+            routes_start = max(len(before) - 1, 0) if turn.generation.routes_MXK is not None else 0
+    finally:
+        await conversation.end()
+
+
+async def _reply(rollout: Rollout, conversation: Conversation, generation: Generation) -> Advance:
+    while True:
+        try:
+            return await conversation.respond(generation)
+        except InfrastructureError:
+            if conversation.has_state or not rollout.may_retry():
+                raise
+
+
+class SingleTurn:
+    """One answer, which the environment scores."""
+
+    has_state = False
+
+    def __init__(self, rollout: Rollout, runner: EnvironmentRunner, position: int, thread: UserThread) -> None:
+        self._rollout, self._runner, self._position, self._thread = rollout, runner, position, thread
+        self._environment = runner.environments[position]
+
+    async def begin(self) -> list[int]:
+        return self._rollout.task.prompt_token_ids
+
+    async def respond(self, generation: Generation) -> Advance:
+        method = "compute_eval_metrics" if self._rollout.settings.for_eval else "compute_reward"
+        return await self._thread.run(self._score(method, generation), f"{self._rollout.label}: {method}")
+
+    async def end(self) -> None:
+        return None
+
+    def _score(self, method: str, generation: Generation) -> Steps[Advance]:
+        """Decodes the answer, and lets the environment score it."""
+        environment, renderer = self._environment, self._runner.renderer
+        assert renderer is not None
+        cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
+        text = renderer.decode(generation.token_ids_N.tolist(), cut_end_token=cut)
+        item = self._rollout.task.item_index
+        opened = self._runner.opened(self._position, item)
+        completion = answer_text(text, opened)
+        if isinstance(completion, UnfinishedReasoning):
+            completion = UnfinishedReasoning(opened + text)  # code of the environment can see that it is reasoning
+        scored = getattr(environment, method)(completion, environment.get_sample(item), eos_token=environment.eos_token)
+        score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
+        return Advance(True, [], text, RewardRecord(**score))
+
+
+class MultiTurn:
+    """A conversation with a `MultiTurnEnvironment`, or with that below an eval."""
+
+    has_state = True
+
+    def __init__(self, rollout: Rollout, runner: EnvironmentRunner, position: int, thread: UserThread) -> None:
+        assert runner.renderer is not None
+        self._rollout, self._runner, self._position, self._thread = rollout, runner, position, thread
+        self._owner = runner.environments[position]
+        self._environment = found = multi_turn_environment(self._owner)
+        self._renderer = runner.renderer
+        self._label = f"{rollout.label}, rollout {rollout.task.sample_id!r}"
+        self._state: RolloutState | None = None
+        self._prompt: list[ChatMessage] = []
+        """The conversation that the model answers next, and its tokens."""
+        self._prompt_ids: list[int] = []
+        self._dialogue = Dialogue(
+            runner.renderer, interleaved=rollout.settings.interleaved, thinking_prefix=found.add_thinking_prefix
+        )
+
+    async def begin(self) -> list[int]:
+        return await self._thread.run(self._begin(), f"{self._label}: begin")
+
+    async def respond(self, generation: Generation) -> Advance:
+        return await self._thread.run(self._respond(generation), f"{self._label}: respond")
+
+    async def end(self) -> None:
+        # A task of its own, so that a cancelled rollout ends as well.
+        await asyncio.shield(self._thread.start(self._end(), f"{self._label}: end"))
+
+    def _begin(self) -> Steps[list[int]]:
+        sample = self._owner.get_sample(self._rollout.task.item_index)
+        self._prompt = self._runner.first_messages(self._owner, sample)
+        state = yield from settled(self._environment.create_initial_state(sample))
+        if not isinstance(state, RolloutState):
+            raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
+        self._state = state
+        self._dialogue.tools = self._environment.template_tools
+        self._prompt_ids = self._dialogue.begin(self._prompt)
+        return self._prompt_ids
+
+    def _respond(self, generation: Generation) -> Steps[Advance]:
+        assert self._state is not None
+        try:
+            return (yield from self._turn(self._state, generation))
+        except Exception as error:
+            self._state.error, self._state.stop_reason = error_text(error), ROLLOUT_ERROR
+            raise
+
+    def _turn(self, state: RolloutState, generation: Generation) -> Steps[Advance]:
+        dialogue, ids = self._dialogue, generation.token_ids_N.tolist()
+        ended = generation.finish_reason == "stop"
+        text = self._renderer.decode(ids, cut_end_token=ended and not self._environment.keeps_eos_token)
+        said = [assistant_message(answer_text(dialogue.opening + text, dialogue.opened))]
+        logprobs = generation.logprobs_N.tolist()
+        state.trajectory.append(TrajectoryStep(self._prompt, said, self._prompt_ids, ids, logprobs, not ended))
+        state.tool_records = []
+        reply = yield from take_turn(self._environment, state)
+        if reply.done:
+            return (yield from self._score(state, text, reply.reason))
+        self._prompt = reply.conversation
+        extension = dialogue.extend(text, ids, self._prompt, ended=ended)
+        before = [] if extension.restarts else [*self._prompt_ids, *ids]
+        self._prompt_ids = [*before, *extension.token_ids]
+        if len(self._prompt_ids) >= self._rollout.settings.sampling.max_context:
+            return (yield from self._score(state, text, CONTEXT_EXHAUSTED))
+        return Advance(
+            False, extension.token_ids, text, None, messages=reply.added, restarts=extension.restarts,
+            divergence=extension.divergence, tool_calls=serialize_tool_records(state.tool_records),
+        )  # fmt: skip
+
+    def _score(self, state: RolloutState, text: str, reason: str | None) -> Steps[Advance]:
+        owner, for_eval = self._owner, self._rollout.settings.for_eval
+        state.is_completed, state.stop_reason = True, reason or state.stop_reason
+        method = owner.compute_reward
+        if for_eval:
+            method = getattr(owner, "compute_rollout_metrics", None) or owner.compute_eval_metrics
+        score = serialize_score((yield from settled(method(state, eos_token=owner.eos_token))), for_eval)
+        calls = serialize_tool_records(state.tool_records)
+        return Advance(True, [], text, RewardRecord(**score), end_reason=state.stop_reason, tool_calls=calls)
+
+    def _end(self) -> Steps[None]:
+        if self._state is not None:
+            try:
+                yield from settled(self._environment.end_rollout(self._state))
+            except BaseException:  # `sys.exit` too: the rollout's reward is already known
+                traceback.print_exc()

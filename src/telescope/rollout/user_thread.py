@@ -1,0 +1,139 @@
+"""Runs user code of a rollout worker, with deadlines.
+
+Synchronous user code runs in one thread, one call at a time, outside any event loop, so that it may call `asyncio.run`
+and need not be safe for threads. Awaitables that it returns run in the worker's event loop, beside other rollouts. A
+call that exceeds its deadline is an environment failure. If it was synchronous its thread cannot be ended: another
+thread takes over, and `is_stuck` asks for a new process.
+
+A copy of the process that user code forks exits when that code returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Any, TypeVar
+
+from telescope.environments.serialization import MalformedResultError
+from telescope.environments.user_code import (
+    DeadlinePassed,
+    Steps,
+    error_text,
+    original_error,
+    user_code_line,
+    within,
+    without_exit,
+)
+from telescope.errors import EnvironmentFailure, InfrastructureError
+
+R = TypeVar("R")
+
+
+class UserThread:
+    """The thread of user code. `timeout_seconds` bounds a call, and each of its awaitables."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.is_stuck = False
+        """A thread is still in user code past its deadline."""
+        self.started: set[asyncio.Task[Any]] = set()
+        """Running calls that were begun with `start`."""
+        self._timeout = timeout_seconds
+        self._pid = os.getpid()
+        self._thread = ThreadPoolExecutor(1, "user code")
+
+    def start(self, steps: Steps[Any], label: str) -> asyncio.Task[Any]:
+        """Runs a call in a task of its own."""
+        task = asyncio.create_task(self.run(steps, label))
+        self.started.add(task)
+        task.add_done_callback(self.started.discard)
+        return task
+
+    async def run(self, steps: Steps[R], label: str) -> R:
+        """Takes the steps of a call: synchronous ones in the thread of user code, awaitables in the event loop.
+
+        A call that is cancelled ends its synchronous step first. Raises `EnvironmentFailure`, and the
+        `InfrastructureError` of user code.
+        """
+        resume: Callable[[], Awaitable[Any]] = partial(next, steps)
+        while True:
+            step = asyncio.ensure_future(self.call(partial(_step, resume), label))
+            try:
+                is_done, result = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                await asyncio.wait({step})
+                if step.exception() is None and not step.result()[0]:
+                    asyncio.ensure_future(step.result()[1]).cancel()  # so that Python sees it awaited
+                raise
+            if is_done:
+                return result
+            waiting = asyncio.ensure_future(without_exit(result))
+            try:
+                value = await within(self._timeout, waiting)
+            except DeadlinePassed as error:
+                self.is_stuck = self.is_stuck or not waiting.done()
+                raise EnvironmentFailure(f"{label} {error} (environment_timeout_seconds)") from None
+            except Exception as error:
+                resume = partial(steps.throw, error)
+            else:
+                resume = partial(steps.send, value)
+
+    async def call(self, function: Callable[[], R], label: str) -> R:
+        """Runs a synchronous function in the thread of user code. Its errors become those of `run`."""
+        loop = asyncio.get_running_loop()
+
+        def run(began: asyncio.Future[None]) -> R:
+            loop.call_soon_threadsafe(_set, began)
+            try:
+                return function()
+            finally:
+                if os.getpid() != self._pid:
+                    os._exit(1)  # a copy forked by user code
+
+        while True:
+            began: asyncio.Future[None] = loop.create_future()
+            running = loop.run_in_executor(self._thread, copy_context().run, run, began)
+            either: set[asyncio.Future[Any]] = {began, running}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not running.cancelled():
+                break  # else a call before it hangs, and another thread has taken over
+        done, _ = await asyncio.wait({running}, timeout=self._timeout)
+        if not done:
+            self.is_stuck = True
+            faulthandler.dump_traceback()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, "user code")
+            limit = f"{self._timeout:g} seconds (environment_timeout_seconds)"
+            raise EnvironmentFailure(f"{label} did not end within {limit}; its stack is in the rollout worker's log")
+        try:
+            return running.result()
+        except BaseException as error:
+            raise user_failure(error, label) from None
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _step(resume: Callable[[], Any]) -> tuple[bool, Any]:
+    """Takes one step. Returns whether it was the last, and its result or what it waits for."""
+    try:
+        return False, resume()
+    except StopIteration as end:
+        return True, end.value
+
+
+def user_failure(error: BaseException, label: str) -> Exception:
+    """Returns what a call of user code raises: with the file and the line of the error's origin."""
+    traceback.print_exception(error)
+    kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
+    error = original_error(error)
+    # A malformed result has no line in user code, and the line of ours that rejects it does not help.
+    where = None if isinstance(error, MalformedResultError) else user_code_line(error)
+    return kind(f"{label} failed: {error_text(error)}" + (f" ({os.path.basename(where)})" if where else ""))
