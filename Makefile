@@ -9,7 +9,7 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard image image-cpu doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard site image image-cpu doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -89,6 +89,10 @@ image:  ## build the Docker image for NVIDIA GPUs: docs/docker.md
 image-cpu:  ## build the Docker image for machines without a GPU
 	$(DOCKER_BUILD) --file docker/Dockerfile.cpu --tag $(IMAGE):cpu .
 
+site:  ## build the documentation site into site/, with links checked
+	@[ -x .cache/site/bin/mkdocs ] || { $(or $(PYTHON),python3) -m venv .cache/site && .cache/site/bin/pip install -qU pip && .cache/site/bin/pip install -q --group docs; }
+	@NO_MKDOCS_2_WARNING=1 .cache/site/bin/mkdocs build -q --strict
+
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor
 
@@ -96,7 +100,7 @@ pin:  ## resolve requirements/*.txt anew
 	@scripts/pin_requirements.sh
 
 clean:  ## remove caches and builds; runs/ and .venv stay
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .PHONY: run-lint run-types run-dashboard run-pages

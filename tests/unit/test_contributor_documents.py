@@ -21,7 +21,7 @@ def paths_of(page: Path) -> set[str]:
 
 def links_of(page: Path) -> set[str]:
     text = page.read_text()
-    found = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'href="([^"#]+)"', text)
+    found = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'href="([^"]+)"', text)
     return {link for link in found if "://" not in link}
 
 
@@ -33,8 +33,17 @@ def test_every_named_path_exists(page: Path):
 
 
 @pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), CONTRIBUTING], ids=lambda page: page.name)
-def test_every_link_leads_to_a_file(page: Path):
-    assert [link for link in sorted(links_of(page)) if not (page.parent / link).exists()] == []
+def test_every_link_leads_to_a_file_and_a_heading(page: Path):
+    for link in sorted(links_of(page)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def anchors_of(page: Path) -> list[str]:
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_architecture_opens_with_the_loop():

@@ -1,5 +1,7 @@
 """`telescope doctor`: checks packages and machine, and prints fixes; with `--sandbox`, a provider of sandboxes.
 
+With `--cluster` it checks what a run needs between the nodes of a Ray cluster, and only that.
+
 One function per check. Starts no engine, joins no cluster, leaves no files. torch is imported in a separate process
 with a deadline, because a broken installation can hang or crash; of Ray, vLLM and transformers only the versions are
 read.
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +46,10 @@ from telescope.sandbox.registry import PROVIDERS
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit
-from telescope.utils.text import pluralize
+from telescope.utils.text import pluralize, user_path
+
+if TYPE_CHECKING:
+    from telescope.cluster.checks import Answers
 
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
@@ -53,6 +58,7 @@ ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, drive
 ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 8192  # a socket per sample in flight (4,096 in the largest setting measured), on both ends
+FARTHEST_CLOCK_SECONDS = 1.0  # spans of two nodes would change their order
 SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
 Status = Literal["ok", "note", "bad"]
@@ -325,6 +331,31 @@ def _ask_url(url: str, timeout: float) -> None:
             raise OSError(f"HTTP {error.code}") from error
 
 
+def check_cluster(answers: "Answers", num_nodes: int, run_dir: Path) -> Iterator[Check]:
+    """Judges what the nodes of a cluster answered."""
+    found = ", ".join(f"{name} ({pluralize(gpus, 'GPU')})" for name, gpus in answers.gpus.items())
+    fix = f"start Ray on the others: {num_nodes} nodes are asked for"
+    yield judge("nodes", found, (len(answers.gpus) < num_nodes, "bad", fix))
+    versions = {
+        name: {facts[name] for facts in answers.versions.values()} for name in next(iter(answers.versions.values()))
+    }
+    unequal = [name for name, values in versions.items() if len(values) > 1]
+    rows = {name: {node: facts[name] for node, facts in answers.versions.items()} for name in unequal}
+    same = ", ".join(f"{name} {next(iter(values)) or 'missing'}" for name, values in versions.items())
+    yield judge("versions", str(rows) if unequal else same, (unequal, "bad", "install the same versions on all nodes"))
+    node, offset = max(answers.clock_offsets.items(), key=lambda item: abs(item[1]))
+    fix = "run an NTP client on each node: times of the record would not fit together"
+    found = f"{node} is {offset:+.3f} s from this one, the others are closer"
+    yield judge("clocks", found, (abs(offset) > FARTHEST_CLOCK_SECONDS, "note", fix))
+    lacking = ", ".join(answers.without_folder)
+    found = f"{run_dir} is not seen by {lacking}" if lacking else f"{run_dir} is shared"
+    yield judge("run directory", found, (lacking, "bad", "put run_dir on a file system that all nodes mount"))
+    for backend, result in answers.collectives.items():
+        failed = isinstance(result, str)
+        fix = f"check firewalls, and {backend.upper()}_SOCKET_IFNAME (docs/multi-node.md)"
+        yield judge(backend, str(result) if failed else f"a sum over all nodes in {result:.3f} s", (failed, "bad", fix))
+
+
 _MARKS: dict[Status, tuple[str, str]] = {
     "ok": ("ok", "green"),
     "note": ("note", "yellow"),
@@ -347,6 +378,11 @@ def add_parser(subparsers: Any) -> None:
         "--sandbox", metavar="NAME", help=f"try a provider of sandboxes: {names}, or package.module.Class"
     )
     parser.add_argument("--image", default="", help="with --sandbox: the image (default: the provider's usual one)")
+    parser.add_argument("--cluster", action="store_true", help="check a Ray cluster between its nodes instead")
+    parser.add_argument("--address", default="auto", help="with --cluster: host:port of Ray's head (default: auto)")
+    parser.add_argument("--nodes", type=int, default=1, help="with --cluster: how many nodes to wait for")
+    parser.add_argument("--wait-seconds", type=float, default=600.0, help="with --cluster: how long (default: 600)")
+    parser.add_argument("--run-dir", type=user_path, default=Path("runs"), help="with --cluster: folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
     parser.set_defaults(func=run)
@@ -356,16 +392,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the results of all checks. Returns the exit status."""
     if arguments.sandbox:
         return asyncio.run(check_sandbox(arguments.sandbox, arguments.image, as_json=arguments.json))
-    checks = run_checks(hub=not arguments.no_hub)
+    if arguments.cluster:
+        from telescope.cluster.checks import ask_nodes
+
+        answers = ask_nodes(arguments.address, arguments.run_dir, arguments.nodes, arguments.wait_seconds)
+        checks = list(check_cluster(answers, arguments.nodes, arguments.run_dir))
+    else:
+        checks = run_checks(hub=not arguments.no_hub)
     able = can_train(checks)
     if arguments.json:
         print(json.dumps({"can_train": able, "checks": [dataclasses.asdict(check) for check in checks]}, indent=1))
     else:
-        print_checks(checks, Console())
+        print_checks(checks, Console(), "these nodes" if arguments.cluster else "this machine")
     return 0 if able else 1
 
 
-def print_checks(checks: list[Check], console: Console) -> None:
+def print_checks(checks: list[Check], console: Console, where: str = "this machine") -> None:
     """Prints a table of all checks, then the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
@@ -379,10 +421,10 @@ def print_checks(checks: list[Check], console: Console) -> None:
     console.print(table)
     console.print()
     if can_train(checks):
-        console.print(Text("Training can run on this machine.", style="bold green"))
+        console.print(Text(f"Training can run on {where}.", style="bold green"))
     else:
         missing = ", ".join(check.name for check in checks if check.status == "bad")
-        console.print(Text(f"Training cannot run on this machine yet: {missing}.", style="bold red"))
+        console.print(Text(f"Training cannot run on {where} yet: {missing}.", style="bold red"))
 
 
 async def check_sandbox(name: str, image: str, *, as_json: bool) -> int:

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = (
-    "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs",
-    "query", "compact", "sandbox",
+    "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "launch", "tiny_model", "envs",
+    "runs", "query", "compact", "sandbox",
 )  # fmt: skip
 OWN_ARGUMENTS = {
     "train": "train a model",
     "eval": "measure checkpoints and models",
     "chat": "talk to a checkpoint or a model",
+    "launch": "train by a job of Slurm, KubeRay or SkyPilot",
     "verify": "check engine, trainer and weights on this machine",
 }
 """Commands with a flag for every field of the schema, and their help. They parse their own arguments."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from telescope.utils.text import plain, user_path
 
 DEFAULT_ROOT = Path("runs")  # folder of the runs, unless `run_dir` is set
 RUN_DIR_VARIABLE = "TELESCOPE_RUN_DIR"  # environment variable that fills in `run_dir`
+WATCH_SECONDS = 5.0
 _NO_LIMIT = 100_000  # terminal columns that no table needs
 
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
@@ -34,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    parser.add_argument("--watch", action="store_true", help="show the table anew every 5 seconds, until Ctrl-C")
     parser.set_defaults(func=run)
 
 
@@ -58,7 +61,16 @@ def runs_in(root: Path | None) -> list[Run]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the runs. Returns the exit code."""
+    """Prints the runs, again and again with `--watch`. Returns the exit code."""
+    while arguments.watch:
+        Console().clear()
+        print_runs(arguments)
+        time.sleep(WATCH_SECONDS)
+    return print_runs(arguments)
+
+
+def print_runs(arguments: argparse.Namespace) -> int:
+    """Prints the runs once. Returns the exit code."""
     runs = runs_in(arguments.root)
     summaries = newest_first(run.summary() for run in runs)
     if arguments.json:

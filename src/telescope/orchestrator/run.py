@@ -115,6 +115,10 @@ class _TrainingRun:
     async def _start_and_train(self) -> None:
         """Training between the evals at version 0 and those at the last version."""
         config, status, interrupt = self._config, self._status, self._interrupt
+        if config.prometheus_address:
+            from telescope.orchestrator.prometheus import serve_status
+
+            self._session.stack.callback(serve_status(config.prometheus_address, status))
         components, evaluation, start = await interrupt.run_until_first(self._start())
         started_at = time.time()
         training = Training(components, evaluation, self._directory, status, self._checkpoints, interrupt)

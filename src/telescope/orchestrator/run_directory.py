@@ -196,6 +196,16 @@ class RunDirectory:
         if summary.error is not None:
             alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
             self.alerts.add({"time": time.time(), **alert})
+        else:
+            self.alerts.run_command(
+                {
+                    "time": time.time(),
+                    "level": "info",
+                    "kind": "end",
+                    "message": summary.sentence,
+                    "step": summary.steps,
+                }
+            )
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 

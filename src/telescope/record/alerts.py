@@ -57,6 +57,10 @@ class Alerts:
     def add(self, row: Mapping[str, Any]) -> None:
         """Records a row of `alerts`, and runs the command. Returns at once."""
         self._recorder.write("alerts", row)
+        self.run_command(row)
+
+    def run_command(self, row: Mapping[str, Any]) -> None:
+        """Runs the command for what is no alert, such as the end of a run. Returns at once."""
         if self._command is not None:
             self._command.put({"attempt": self._recorder.attempt, **row})
 

@@ -7,12 +7,14 @@ import random
 import shutil
 import tempfile
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
 from telescope.cli.main import main
 from telescope.cli.query import print_result
 from telescope.dashboard.registry import Registry
+from telescope.errors import EXIT_INTERRUPTED
 from telescope.record import Recorder, table_writer
 from telescope.record.files import WriterLock
 from telescope.record.query import Result
@@ -460,3 +462,15 @@ def test_a_compaction_without_space_says_so_and_loses_nothing(tmp_path, capsys, 
     assert "No space left on device. Nothing is lost." in capsys.readouterr().err
     assert Run(tmp_path / "run").table("steps")["step"].to_pylist() == [0, 1]
     assert not list(tmp_path.rglob(".writing-*"))
+
+
+def test_watched_runs_are_read_again(capsys, monkeypatch, tmp_path):
+    def begin_then_interrupt(_seconds: float) -> None:
+        if (tmp_path / "second").exists():
+            raise KeyboardInterrupt
+        with Recorder(tmp_path / "second") as recorder:
+            begin_run(recorder, name="second", config_hash="", config_json="{}")
+
+    monkeypatch.setattr("telescope.cli.runs.time", SimpleNamespace(sleep=begin_then_interrupt))
+    assert main(["runs", "--watch", "--root", str(tmp_path)]) == EXIT_INTERRUPTED
+    assert "second" in capsys.readouterr().out

@@ -32,11 +32,11 @@ def test_the_exit_code_shows_whether_training_can_run(
 ):
     fix = None if status == "ok" else "do this"
     monkeypatch.setattr(doctor, "run_checks", lambda hub: [Check("thing", status, "as found", fix)])
-    assert doctor.run(argparse.Namespace(json=True, no_hub=True, sandbox=None)) == code
+    assert doctor.run(argparse.Namespace(json=True, no_hub=True, sandbox=None, cluster=False)) == code
     printed = json.loads(capsys.readouterr().out)
     assert printed["can_train"] == (code == 0)
     assert printed["checks"] == [{"name": "thing", "status": status, "found": "as found", "fix": fix}]
-    assert doctor.run(argparse.Namespace(json=False, no_hub=True, sandbox=None)) == code
+    assert doctor.run(argparse.Namespace(json=False, no_hub=True, sandbox=None, cluster=False)) == code
     table = capsys.readouterr().out
     assert "as found" in table
     assert ("do this" in table) == (fix is not None)

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md work."""
+"""The examples of docs/environments.md and docs/tools.md work."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ from telescope.environments.base import Environment, conversation
 from telescope.environments.registry import environment_class, get_environment
 from telescope.evals import get_eval
 
-PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "environments.md").read_text() + (DOCS / "tools.md").read_text()
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def shown(tmp_path):
         for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
         if "\nclass " in text and "SandboxTools" not in text
     ]
-    names = ("reverse", "higher_lower", "lengths", "reverse_hard")
+    names = ("reverse", "higher_lower", "reverse_hard", "lengths")
     for name, source in zip(names, programs, strict=True):
         file = "eval.py" if "(Eval)" in source else "environment.py"
         (tmp_path / name).mkdir()

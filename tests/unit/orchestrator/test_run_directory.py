@@ -107,6 +107,25 @@ def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_
     assert Run(tmp_path / "run").summary().status == "stopped"
 
 
+@pytest.mark.parametrize(("error", "told"), [(None, ("end", "info")), (RunError("rank 0 exited"), ("run", "error"))])
+def test_the_command_of_alerts_is_told_of_the_end(
+    tmp_path: Path, error: RunError | None, told: tuple[str, str]
+) -> None:
+    command = ["sh", "-c", f"cat >> {tmp_path}/told"]
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, alert_command=command)
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        status = RunStatus("demo", 60)
+        summary = summarize(
+            config, directory.path, status, [], seconds=1.0, training_seconds=1.0, error=error, interrupted=False
+        )
+        directory.ended(summary)
+    alert = json.loads((tmp_path / "told").read_text())
+    assert (alert["kind"], alert["level"], alert["message"]) == (*told, summary.error or summary.sentence)
+    recorded = Run(directory.path).table("alerts").to_pylist()
+    assert [row["kind"] for row in recorded] == ([] if error is None else ["run"])
+
+
 def test_rows_that_were_dropped_make_the_record_incomplete(tmp_path: Path) -> None:
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False)
     directory = RunDirectory.create(config, [])

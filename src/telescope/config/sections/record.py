@@ -126,10 +126,13 @@ class LoggingSection(Section, title="Logging"):
     policy version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. A number is spread
     evenly over the batch; `all` includes samples that are not trained, of discarded groups and of evals."""
     alert_command: str | list[Text] | None = None
-    """Command that is run for each alert of the run, such as `notify.sh` or `[python, notify.py]`. It gets the alert as
-    JSON on standard input and in `TELESCOPE_ALERT_KIND`, `_LEVEL`, `_MESSAGE`, `_ADVICE`, `_STEP`, `_RUN` and
-    `_RUN_DIR`. No shell reads it. One runs at a time, for at most 30 seconds; the run never waits for it
-    (docs/record.md)."""
+    """Command that is run for each alert, for the error that ends a run (kind `run`) and for any other end (kind
+    `end`), such as `notify.sh` or `[python, notify.py]`. It gets the alert as JSON on standard input and in
+    `TELESCOPE_ALERT_KIND`, `_LEVEL`, `_MESSAGE`, `_ADVICE`, `_STEP`, `_RUN` and `_RUN_DIR`. No shell reads it. One runs
+    at a time, for at most 30 seconds; the run never waits for it (docs/record.md)."""
+    prometheus_address: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")] | None = None
+    """Address at which the driver serves the state of the run to Prometheus, such as 127.0.0.1:9400; 0.0.0.0:9400 for
+    other machines. null = none. It asks for no password; it serves numbers and the run's name (docs/service.md)."""
     track_gpu_events: bool = True
     """Record the timeline of each trainer rank in the table `spans`: forward, backward, loss, gradient reduction and
     the other operations, per micro-batch. The metrics `timing_<operation>_*` do not depend on it."""

@@ -1,0 +1,122 @@
+"""`telescope launch`: prints or submits a job of Slurm, KubeRay or SkyPilot that trains, and resumes when preempted.
+
+The templates in `recipes/` start Ray on every node, check them with `telescope doctor --cluster`, and start the run.
+"""
+
+import argparse
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from telescope.cli.main import OwnParser
+from telescope.config import load_config
+from telescope.config.plan import assumed_cluster
+from telescope.errors import ConfigError, UserError
+from telescope.utils.packages import installed_version
+from telescope.utils.text import user_path
+
+SUBMIT = {"slurm": ["sbatch"], "kuberay": ["kubectl", "create", "-f"], "skypilot": ["sky", "jobs", "launch", "-y"]}
+MOUNTED_CONFIG = "/etc/telescope/run.yaml"  # in the pods of KubeRay
+DEFAULTS = {"cpu_nodes": 0, "memory": "64Gi", "accelerator": "H100", "retries": 3}
+DRIVER_CPUS = 4  # beside servers and ranks: the driver, Ray's daemons and a rollout worker or two
+DESCRIPTION = """Print a job that trains on several nodes: a batch script of Slurm, a RayJob of KubeRay or a managed
+job of SkyPilot. It starts Ray, checks the nodes, and starts the run, or resumes it when the job was preempted.
+Flags of fields (--learning_rate 5e-7) are passed on to the run."""
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Separates the command's own arguments from the flags of fields."""
+    parser = OwnParser(prog="telescope launch", description=DESCRIPTION)
+    parser.add_argument("kind", choices=list(SUBMIT))
+    parser.add_argument("--config", "-c", type=user_path, required=True, help="configuration of the run")
+    parser.add_argument("--run-dir", type=user_path, help="folder of the run, on a file system that all nodes share")
+    parser.add_argument("--submit", action="store_true", help="submit the job instead of printing it")
+    parser.add_argument("--nodes", type=int, help="default: as few as fit the run")
+    parser.add_argument("--gpus-per-node", type=int, help="default: what the run needs, at most 8")
+    parser.add_argument("--cpus-per-node", type=int, help="default: what the run needs")
+    parser.add_argument("--cpu-nodes", type=int, help="slurm: further nodes without GPUs, for rollout workers")
+    parser.add_argument("--partition", help="slurm: partition")
+    parser.add_argument("--account", help="slurm: account")
+    parser.add_argument("--time", help="slurm: time limit, such as 24:00:00; the run resumes after it")
+    parser.add_argument("--image", help="kuberay, skypilot: image with Telescope")
+    parser.add_argument("--volume", help="kuberay: claim of the shared volume of run_dir; skypilot: its name")
+    parser.add_argument("--memory", help="kuberay: memory of a pod (default: 64Gi)")
+    parser.add_argument("--spot", help="kuberay: KEY=VALUE, label of spot nodes; skypilot: any text")
+    parser.add_argument("--accelerator", help="skypilot: kind of GPU (default: H100)")
+    parser.add_argument("--retries", type=int, help="kuberay, skypilot: new starts after a failure (default: 3)")
+    return parser.take(argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints or submits the job. Returns the exit code; raises `UserError` for what the job could not run with."""
+    arguments, flags = parse_arguments(argv)
+    recipe = render(arguments, flags)
+    if not arguments.submit:
+        print(recipe)
+        return 0
+    command = SUBMIT[arguments.kind]
+    if shutil.which(command[0]) is None:
+        raise UserError(f"--submit needs `{command[0]}`, which is not on the PATH. Leave it out to print the job")
+    with tempfile.NamedTemporaryFile("w", suffix=f".{arguments.kind}") as file:
+        file.write(recipe)
+        file.flush()
+        return subprocess.run([*command, file.name], check=False).returncode
+
+
+def render(arguments: argparse.Namespace, flags: Sequence[str]) -> str:
+    """Returns the job of a command line. Raises `UserError`."""
+    config = load_config(arguments.config, flags, {}).config
+    kind, folder = arguments.kind, arguments.run_dir or config.run_dir
+    if folder is None:
+        raise ConfigError("launch needs a new folder that all nodes share. Add --run-dir /shared/NAME")
+    if not config.checkpoint_every:
+        raise ConfigError(
+            "checkpoint_every is 0, but a preempted job resumes from a checkpoint. Add --checkpoint_every N"
+        )
+    if kind == "kuberay" and not (arguments.image and arguments.volume):
+        raise ConfigError(
+            "kuberay needs --image IMAGE, with Telescope, and --volume CLAIM, which is mounted for run_dir"
+        )
+    cluster = assumed_cluster(config)
+    nodes = arguments.nodes or len(cluster.nodes)
+    gpus = cluster.nodes[0].gpus if arguments.gpus_per_node is None else arguments.gpus_per_node
+    if nodes * gpus < cluster.gpus and config.device != "cpu":
+        raise ConfigError(f"{nodes} x {gpus} GPUs are fewer than the {cluster.gpus} of the run. Set --nodes higher")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("recipes")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["q"] = shlex.quote
+    run_dir = Path(folder).absolute()
+    start = environment.get_template("start.sh.jinja").render(
+        run_dir=str(run_dir),
+        checkpoints=config.checkpoint_dir or f"{run_dir}/checkpoints",
+        config=MOUNTED_CONFIG if kind == "kuberay" else str(arguments.config),
+    )
+    spot_key, _, spot_value = (arguments.spot or "").partition("=")
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    values = {**dict.fromkeys(vars(arguments)), **DEFAULTS, **given, "spot_key": spot_key, "spot_value": spot_value}
+    values |= {
+        "start": start,
+        "flags": "".join(f" {shlex.quote(flag)}" for flag in flags),
+        "name": re.sub(r"[^a-z0-9]+", "-", config.wandb_run_name.lower()).strip("-")[:40] or "telescope",
+        "nodes": nodes,
+        "gpus": gpus,
+        "cpus": arguments.cpus_per_node or math.ceil(cluster.nodes[0].cpus / nodes) + DRIVER_CPUS,
+        "shared": str(run_dir.parent),
+        "grace_seconds": math.ceil(config.checkpoint_on_exit_timeout_s),
+        "config_text": arguments.config.read_text(encoding="utf-8"),
+        "ray_version": installed_version("ray") or "2.50.0",
+        "activate": "" if sys.prefix == sys.base_prefix else f"source {shlex.quote(sys.prefix)}/bin/activate",
+    }
+    return environment.get_template(f"{kind}.jinja").render(values)

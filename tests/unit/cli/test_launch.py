@@ -1,0 +1,110 @@
+"""Jobs of `telescope launch`: scripts that a shell reads, manifests with what the services require, accepted flags."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from telescope.cli import launch, main, train
+from telescope.config.loader import parse_overrides
+from telescope.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "configs" / "examples"
+FLAGS = ["--checkpoint_every", "50", "--learning_rate=5e-7", "--wandb_run_name", "Fir$t run"]
+KUBERAY = ["--image", "me/telescope:1", "--volume", "runs", "--spot", "example.org/spot=true"]
+
+
+@pytest.fixture
+def render(tmp_path):
+    (tmp_path / "run.yaml").write_text("environments: [{name: countdown}]\ntrainer_num_workers: 14\n")
+
+    def render(kind: str, *more: str) -> str:
+        argv = [kind, "--config", f"{tmp_path}/run.yaml", "--run_dir", "/shared/a run", *FLAGS, *more]
+        return launch.render(*launch.parse_arguments(argv))
+
+    return render
+
+
+def check_script(script: str) -> None:
+    """Fails unless bash parses `script` and telescope accepts its commands."""
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    parser = main.build_parser()
+    joined = script.replace("\\\n", " ")
+    [doctor] = re.findall(r"telescope (doctor [^'\n]*).*", joined)
+    for line in re.findall(r"telescope doctor(?: --cluster \"\$@\"')?(.*?)(?: &&)?\n", joined):
+        parser.parse_args([*shlex.split(doctor.partition('"$@"')[0]), *shlex.split(line.replace("--cluster", ""))])
+    starts = re.findall(r"exec telescope train (.*) \"\$@\"", joined)
+    [flags] = re.findall(r"^\s*(?:on_first 'start \"\$@\"'|start)( --.*)", joined, re.MULTILINE)
+    assert len(starts) == 2
+    for line in starts:
+        own, overrides = train.parse_arguments(shlex.split(line + flags))
+        assert own.config or own.resume
+        assert parse_overrides(overrides)["wandb_run_name"] == "Fir$t run"
+
+
+def test_a_slurm_job_starts_ray_on_all_nodes_and_runs_again_when_preempted(render):
+    script = render("slurm", "--partition", "gpu", "--time", "1-0", "--cpu-nodes", "3")
+    check_script(script)
+    header, *_ = script.partition("set -u")
+    options = [shlex.split(line) for line in re.findall(r"^#SBATCH (.*)", header, re.MULTILINE)]
+    first, second = options[: options.index(["hetjob"])], options[options.index(["hetjob"]) + 1 :]
+    assert ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=36", "--gpus-per-node=8"] in first
+    assert {"--job-name=fir-t-run", "--requeue", "--signal=TERM@600"} < {option for line in first for option in line}
+    assert second == [["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=36"], ["--partition=gpu"], ["--time=1-0"]]
+    assert "--nodes 5 --run-dir" in script
+
+
+def test_a_ray_job_has_what_its_definition_requires(render):
+    config, job = yaml.safe_load_all(render("kuberay", *KUBERAY))
+    check_script(config["data"]["start.sh"])
+    assert config["kind"] == "ConfigMap"
+    assert yaml.safe_load(config["data"]["run.yaml"])["trainer_num_workers"] == 14
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("ray.io/v1", "RayJob", "fir-t-run")
+    cluster = job["spec"]["rayClusterSpec"]
+    [workers] = cluster["workerGroupSpecs"]
+    assert (workers["groupName"], workers["replicas"]) == ("workers", 2)
+    assert workers["minReplicas"] == workers["maxReplicas"] == 2
+    for group, gpus in ((cluster["headGroupSpec"], None), (workers, 8)):
+        assert group["rayStartParams"] is not None
+        pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["image"] == "me/telescope:1"
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert pod.get("nodeSelector") == (gpus and {"example.org/spot": "true"})
+
+
+def test_a_skypilot_job_is_one_task_for_all_nodes(render):
+    task = yaml.safe_load(render("skypilot", "--spot", "yes", "--volume", "runs"))
+    check_script(task["run"])
+    assert task["num_nodes"] == 2
+    assert task["resources"] | {"accelerators": {"H100": 8}, "use_spot": True} == task["resources"]
+    assert task["volumes"] == {"/shared": "runs"}
+
+
+def test_what_a_job_could_not_run_with_is_refused(render):
+    for argv, words in (
+        (["kuberay"], "--image"),
+        (["slurm", "--nodes", "1"], "1 x 8 GPUs are fewer than the 16"),
+        (["slurm", "--learning_rat", "1"], "learning_rate"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            render(*argv)
+    without = launch.parse_arguments(["slurm", "--config", f"{EXAMPLES}/example_wordle.yaml", "--run-dir", "r"])
+    with pytest.raises(ConfigError, match="checkpoint_every is 0"):
+        launch.render(*without)
+
+
+def test_submit_hands_the_job_to_the_scheduler(render, tmp_path, monkeypatch, capfd):
+    scheduler = tmp_path / "sbatch"
+    scheduler.write_text("#!/bin/sh\nhead -n 2 $1\nexit 3\n")
+    scheduler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    argv = ["slurm", "--config", f"{tmp_path}/run.yaml", "--run-dir", "/shared/x", "--submit", *FLAGS]
+    assert main.main(["launch", *argv]) == 3
+    assert capfd.readouterr().out == "#!/bin/bash\n#SBATCH --job-name=fir-t-run\n"
