@@ -36,6 +36,7 @@ from telescope.sandbox import (
     SandboxSetupError,
     cgroups,
     get_provider,
+    local,
 )
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
 from telescope.sandbox.session import ENDPOINT_INSIDE
@@ -389,6 +390,17 @@ async def test_an_agent_inside_reaches_the_endpoint_of_its_rollout(provider, tmp
     finally:
         await provider.destroy(handle)
         await server.stop()
+
+
+def test_a_sandbox_with_an_endpoint_keeps_the_user_that_may_enter_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Root's other sandboxes run as nobody, where everybody may enter what they show."""
+    monkeypatch.setattr(local, "_is_open_to_all", lambda path: path != tmp_path)
+    monkeypatch.setattr(local.os, "geteuid", lambda: 0)
+    (tmp_path / "endpoint").touch()
+    provider = local.LocalSandboxProvider()
+    with_endpoint = replace(SMALL, extra={"endpoint": str(tmp_path / "endpoint")})
+    users = [provider._command(config, 2**20)[1] for config in (SMALL, with_endpoint)]
+    assert users == [local.UNPRIVILEGED_USER, None]
 
 
 def test_a_sandbox_ends_when_its_time_is_over(provider):
