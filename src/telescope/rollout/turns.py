@@ -8,6 +8,7 @@ or was cancelled.
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from typing import Protocol
 
@@ -29,6 +30,8 @@ from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.rendering import Dialogue
 from telescope.rollout.sample import Rollout
 from telescope.rollout.user_thread import UserThread
+
+logger = logging.getLogger(__name__)
 
 
 class Conversation(Protocol):
@@ -160,8 +163,10 @@ class MultiTurn:
         return await self._thread.run(self._respond(generation), f"{self._label}: respond")
 
     async def end(self) -> None:
-        # A task of its own, so that a cancelled rollout ends as well.
-        await asyncio.shield(self._thread.start(self._end(), f"{self._label}: end"))
+        try:  # in a task of its own, so that a cancelled rollout ends as well
+            await asyncio.shield(self._thread.start(self._end(), f"{self._label}: end"))
+        except (EnvironmentFailure, InfrastructureError) as error:  # the score is known
+            logger.warning("%s", error)
 
     def _begin(self) -> Steps[list[int]]:
         sample = self._owner.get_sample(self._rollout.task.item_index)
