@@ -272,7 +272,10 @@ class RolloutContext(Chat):
         return chat
 
     async def take_turns(self) -> RewardResult:
-        """Runs the environment's turns, the default of `rollout`. Returns the score of `compute_reward`."""
+        """Runs the environment's turns, the default of `rollout`. Returns the score of `compute_reward`.
+
+        In an evaluation it has the metrics of `compute_eval_metrics`.
+        """
         return await self._services.take_turns()
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:

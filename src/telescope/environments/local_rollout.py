@@ -34,7 +34,7 @@ from telescope.environments.context import Answer as AgentAnswer
 from telescope.environments.context import Call, RolloutContext
 from telescope.environments.parsers import answer_text, strip_think_tags
 from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
-from telescope.environments.user_code import settled
+from telescope.environments.user_code import settled, take_steps
 from telescope.errors import RunError, UserError
 
 
@@ -215,14 +215,8 @@ class _TextServices:
 
     async def take_turns(self) -> RewardResult:
         run = _several_turns if isinstance(self._environment, MultiTurnEnvironment) else _single_turn
-        steps = run(self._environment, self._sample, self._transcript)
-        value = None
-        try:
-            while True:
-                value = await steps.send(value)
-        except StopIteration as end:
-            result: RewardResult = end.value[0]
-            return result
+        result, _ = await take_steps(run(self._environment, self._sample, self._transcript))
+        return result
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         raise self._refusal()

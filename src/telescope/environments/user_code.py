@@ -26,8 +26,9 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from telescope.errors import UserError
 
@@ -132,6 +133,8 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=_CANCELLED_SECONDS)
+        if task.done() and not task.cancelled():
+            task.exception()  # so that Python does not report it as never retrieved
 
 
 async def without_exit(awaitable: Awaitable[Any]) -> Any:
@@ -150,7 +153,7 @@ async def without_exit(awaitable: Awaitable[Any]) -> Any:
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes an exit in a task that user code starts the error of that task, which would else stop the event loop."""
+    """Turns an exit in a task of user code into that task's error. It would otherwise stop the event loop."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
         try:
@@ -164,6 +167,27 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
         return task
 
     loop.set_task_factory(start)
+
+
+def take_step(resume: Callable[[], Any]) -> tuple[bool, Any]:
+    """Takes one step of a call. Returns whether it was the last, and its result or what it waits for."""
+    try:
+        return False, resume()
+    except StopIteration as end:
+        return True, end.value
+
+
+async def take_steps(steps: Steps[R]) -> R:
+    """Takes all steps of a call: synchronous code in threads, awaitables in the event loop."""
+    resume: Callable[[], Any] = partial(next, steps)
+    while True:
+        is_done, result = await asyncio.to_thread(take_step, resume)
+        if is_done:
+            return cast("R", result)
+        try:
+            resume = partial(steps.send, await result)
+        except Exception as error:
+            resume = partial(steps.throw, error)
 
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -18,7 +18,7 @@ from typing import Any
 
 from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
-from telescope.environments.judge import COMPLETE, USAGE
+from telescope.environments.judge import COMPLETE
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import finite_number, serialize_score
 from telescope.environments.types import RewardRecord
@@ -63,6 +63,9 @@ class AgentRollout:
         self._sandboxes: list[Sandbox] = []
         self._callers: set[asyncio.Task[Any] | None] = set()
         """Tasks that wait for an answer."""
+        self._loops: set[asyncio.Task[RewardRecord]] = set()
+        """Turn loops, ended ones included."""
+        self._has_reward = True
         self._is_over = False
         self.api_key = ""
 
@@ -76,7 +79,6 @@ class AgentRollout:
         seconds = environment.rollout_timeout_seconds
         context = RolloutContext(self, time.monotonic() + seconds)
         contain_exits(asyncio.get_running_loop())
-        USAGE.set({})
         COMPLETE.set(self._judge)
         await _import_sdks(type(environment))
         self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop)
@@ -94,11 +96,14 @@ class AgentRollout:
             for task in self._callers:
                 if task is not None and task is not asyncio.current_task():
                     task.cancel()
+            for loop in self._loops:
+                loop.cancel()
             self._endpoint.close_rollout(self.api_key)
             for sandbox in self._sandboxes:
                 await sandbox.close()
             for chat in (context, *context.chats.values()):
                 await chat.close()
+            await asyncio.gather(*self._loops, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
         rollout.trajectory.chat_rewards = {
@@ -110,7 +115,12 @@ class AgentRollout:
         counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
         result = replace(result, sample_metrics={**counts, **context.metrics, **result.sample_metrics})
         for_eval = rollout.settings.for_eval
-        return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
+        if not for_eval:
+            return RewardRecord(**serialize_score(result, for_eval))
+        evaluated = eval_metrics_of(result)
+        if not self._has_reward:
+            del evaluated.metrics["reward"]
+        return RewardRecord(**serialize_score(evaluated, for_eval))
 
     async def complete(self, call: Call) -> Answer:
         """Samples an answer of the policy.
@@ -181,11 +191,16 @@ class AgentRollout:
 
     async def take_turns(self) -> RewardResult:
         """Runs the turn loop."""
+        if self._is_over:
+            raise UserError("the rollout has ended: await all calls before `rollout` returns")
+        task = asyncio.ensure_future(self._turns())
+        self._loops.add(task)
         try:
-            scored = await self._turns()
+            scored = await task
         except InfrastructureError as error:
             self._failure = self._failure or error
             raise
+        self._has_reward = scored.total_reward is not None  # an evaluation may have none
         return RewardResult(**{**vars(scored), "total_reward": scored.total_reward or 0.0})
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:

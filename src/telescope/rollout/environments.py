@@ -19,7 +19,7 @@ from telescope.environments.context import MODEL
 from telescope.environments.judge import USAGE
 from telescope.environments.sandbox_tools import close_pools
 from telescope.environments.types import PreparedPrompt, RewardRecord
-from telescope.errors import EnvironmentFailure
+from telescope.errors import DeadlineExceeded, EnvironmentFailure
 from telescope.rollout.context import AgentRollout
 from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.environment_runner import EnvironmentRunner
@@ -94,6 +94,8 @@ class LoadedEnvironments:
             try:
                 agent = AgentRollout(rollout, environment, runner.renderer, self._endpoint, turns)
                 reward = await agent.run(owner.get_sample(task.item_index))
+            except DeadlineExceeded:  # of a request slot: an error of the run
+                raise
             except Exception as error:
                 raise user_failure(error, f"{rollout.label}: rollout") from None
         if (size := len(msgspec.json.encode(reward))) > MAX_RESULT_BYTES:
@@ -102,11 +104,12 @@ class LoadedEnvironments:
         return reward
 
     async def close(self) -> None:
-        """Waits for the ends of rollouts, and closes resources."""
+        """Waits until rollouts have ended, then closes resources."""
         await self._endpoint.stop()
 
         async def close_resources() -> None:
-            await asyncio.gather(*self._thread.started, return_exceptions=True)
+            if self._thread.started:
+                await asyncio.wait(self._thread.started, timeout=CLOSE_SECONDS / 2)
             await self._runner.close()
             for environment in self._agents:
                 await close_pools(environment)

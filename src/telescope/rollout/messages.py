@@ -37,7 +37,7 @@ def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def parsed(arguments: Any) -> Any:
-    """Returns the JSON value in the arguments of a tool call. Text that is none stays text."""
+    """Returns the JSON value in the arguments of a tool call. Text that is not JSON is returned as it is."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
     except (ValueError, RecursionError):

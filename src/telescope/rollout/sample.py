@@ -201,8 +201,8 @@ class Rollout:
             if not trajectory.cancelled:
                 trajectory.failure_kind = "environment" if isinstance(error, EnvironmentFailure) else "infrastructure"
                 trajectory.failure_message = str(error)
-                if isinstance(error, EnvironmentFailure):
-                    trajectory.end_reason = trajectory.end_reason or ROLLOUT_ERROR
+                if isinstance(error, EnvironmentFailure) and trajectory.end_reason != PROMPT_TOO_LONG:
+                    trajectory.end_reason = ROLLOUT_ERROR
         except asyncio.CancelledError:
             if not trajectory.cancelled:
                 raise
@@ -214,7 +214,7 @@ class Rollout:
     def cancel(self) -> list[tuple[int, str]]:
         """Cancels the sample. Returns (server, request id) of the requests that the caller must abort in the engines.
 
-        It ends with them. Without any, its current wait is cancelled here.
+        The sample ends when they end. Without any, its current wait is cancelled here.
         """
         self.trajectory.cancelled = True
         if self._running is not None and not self._in_engine:
@@ -244,12 +244,12 @@ class Rollout:
     ) -> int:
         """Samples a turn. Returns its index in the trajectory.
 
-        `keeps_slot` keeps its request slot until the next turn or the end, for which turns must follow one another.
-        `of_turn` are other fields of the turn. May be cancelled, which ends the request. Raises `EnvironmentFailure`
-        when the prompt fills the context, and `InfrastructureError`.
+        `keeps_slot` keeps its request slot until the next turn or `release`. `of_turn` are other fields of the turn.
+        May be cancelled, which ends the request. Raises `EnvironmentFailure` when the prompt fills the context, and
+        `InfrastructureError`.
         """
         trajectory = self.trajectory
-        self._release()
+        self.release()
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         num_free_tokens = self.settings.sampling.max_context - len(prompt_token_ids)
         if num_free_tokens <= 0:
@@ -261,11 +261,14 @@ class Rollout:
                 number, prompt_token_ids, min(num_free_tokens, max_tokens or num_free_tokens), routes_start, stop
             )
         finally:
-            if trajectory.cancelled and self._running not in (None, asyncio.current_task()):
-                self._running.cancel()
-        self._kept = lease
-        if not keeps_slot:
-            self._release()
+            running = self._running
+            if trajectory.cancelled and running not in (None, asyncio.current_task()) and not running.cancelling():
+                running.cancel()
+        if keeps_slot:
+            self.release()
+            self._kept = lease
+        else:
+            self._slots.release(lease)
         trajectory.generated_at = time.time()
         turn = Turn(
             added_token_ids, generation, started_at=started_at, ended_at=trajectory.generated_at, parent=parent,
@@ -282,7 +285,8 @@ class Rollout:
         self.trajectory.num_infrastructure_retries += 1
         return self.trajectory.num_infrastructure_retries <= self.settings.max_infrastructure_retries
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Releases the slot of the last turn, if it is kept."""
         if self._kept is not None:
             self._slots.release(self._kept)
             self._kept = None
@@ -302,14 +306,16 @@ class Rollout:
                     trajectory.lost_conversations.append(trajectory.num_completion_tokens)
                     trajectory.turns.clear()
                     trajectory.chat_rewards.clear()
-                self._num_sampled = 0
+                self._num_sampled, trajectory.end_reason = 0, None
             finally:
-                self._release()
+                self.release()
         else:
             return
         if not any(turn.trained for turn in trajectory.turns):
             raise EnvironmentFailure("its rollout ended without an answer of the policy that could be trained")
         trajectory.reward = reward
+        if trajectory.end_reason == PROMPT_TOO_LONG:  # an agent went on without that turn
+            trajectory.end_reason = None
         trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
 
     async def _generate(

@@ -1,16 +1,18 @@
 """The default `rollout` of an environment: one answer, or turns of answers and replies until the environment is done.
 
-`take_turns` owns the loop, and a `Conversation` the side of the environment: its state, the order in which its methods
-are called, and the token ids that its replies add. A state ends with `end_rollout` when its rollout was scored, failed
-or was cancelled.
+`take_turns` owns the loop. A `Conversation` owns the environment's side: its state, the order in which its methods are
+called, and the token ids that its replies add. A state ends with `end_rollout` when its rollout was scored, failed or
+was cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import traceback
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import Any, Protocol
 
 from telescope.environments.base import (
     ChatMessage,
@@ -38,7 +40,7 @@ class Conversation(Protocol):
     """The environment's side of a rollout in turns."""
 
     has_state: bool
-    """A failure of the infrastructure loses it. Without, the environment replies to the same answer again."""
+    """Whether an infrastructure failure loses its state. Without state it replies to the same answer again."""
 
     async def begin(self) -> list[int]:
         """Returns the token ids of the first prompt."""
@@ -89,6 +91,7 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
             # Known up to the token before the last sampled one.
             routes_start = max(len(before) - 1, 0) if turn.generation.routes_MXK is not None else 0
     finally:
+        rollout.release()
         await conversation.end()
 
 
@@ -137,7 +140,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """A conversation with a `MultiTurnEnvironment`, or with that below an eval."""
+    """A conversation with a `MultiTurnEnvironment`, or with the one that an eval wraps."""
 
     has_state = True
 
@@ -171,13 +174,22 @@ class MultiTurn:
     def _begin(self) -> Steps[list[int]]:
         sample = self._owner.get_sample(self._rollout.task.item_index)
         self._prompt = self._runner.first_messages(self._owner, sample)
-        state = yield from settled(self._environment.create_initial_state(sample))
-        if not isinstance(state, RolloutState):
-            raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
-        self._state = state
+        made = self._environment.create_initial_state(sample)
+        if inspect.isawaitable(made):
+            yield self._keep_later(made)
+        else:
+            self._keep(made)
         self._dialogue.tools = self._environment.template_tools
         self._prompt_ids = self._dialogue.begin(self._prompt)
         return self._prompt_ids
+
+    async def _keep_later(self, made: Awaitable[Any]) -> None:
+        self._keep(await made)  # in one step, so that no cancellation loses a state that was created
+
+    def _keep(self, state: Any) -> None:
+        if not isinstance(state, RolloutState):
+            raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
+        self._state = state
 
     def _respond(self, generation: Generation) -> Steps[Advance]:
         assert self._state is not None

@@ -26,6 +26,7 @@ from telescope.environments.user_code import (
     Steps,
     error_text,
     original_error,
+    take_step,
     user_code_line,
     within,
     without_exit,
@@ -57,12 +58,12 @@ class UserThread:
     async def run(self, steps: Steps[R], label: str) -> R:
         """Takes the steps of a call: synchronous ones in the thread of user code, awaitables in the event loop.
 
-        A call that is cancelled ends its synchronous step first. Raises `EnvironmentFailure`, and the
+        A cancelled call waits for its current synchronous step. Raises `EnvironmentFailure`, and the
         `InfrastructureError` of user code.
         """
         resume: Callable[[], Awaitable[Any]] = partial(next, steps)
         while True:
-            step = asyncio.ensure_future(self.call(partial(_step, resume), label))
+            step = asyncio.ensure_future(self.call(partial(take_step, resume), label))
             try:
                 is_done, result = await asyncio.shield(step)
             except asyncio.CancelledError:
@@ -119,14 +120,6 @@ class UserThread:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _step(resume: Callable[[], Any]) -> tuple[bool, Any]:
-    """Takes one step. Returns whether it was the last, and its result or what it waits for."""
-    try:
-        return False, resume()
-    except StopIteration as end:
-        return True, end.value
 
 
 def user_failure(error: BaseException, label: str) -> Exception:

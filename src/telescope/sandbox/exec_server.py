@@ -243,7 +243,7 @@ class Server:
 
 def relay(path: bytes, port: int, descriptor: int) -> None:
     """Starts a process that relays a port of the sandbox's own loopback to a Unix socket of the host."""
-    import _socket  # of which only sandboxes with an endpoint pay the start, as of a fork
+    import _socket  # imported here because only sandboxes with an endpoint need it
     import _thread
 
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
@@ -265,17 +265,20 @@ def relay(path: bytes, port: int, descriptor: int) -> None:
                 except OSError:
                     pass
 
-    posix.close(descriptor)
-    _thread.stack_size(2**18)
-    while True:
-        client = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
-        host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        try:
-            host.connect(path)
-            _thread.start_new_thread(copy, (client, host))
-            _thread.start_new_thread(copy, (host, client))
-        except (OSError, RuntimeError):  # the endpoint, or the sandbox's memory, is at its end
-            client.close()
+    try:
+        posix.close(descriptor)
+        _thread.stack_size(2**18)
+        while True:
+            client = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
+            host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+            try:
+                host.connect(path)
+                _thread.start_new_thread(copy, (client, host))
+                _thread.start_new_thread(copy, (host, client))
+            except (OSError, RuntimeError):  # the endpoint has ended, or memory is exhausted
+                client.close()
+    finally:
+        posix._exit(1)  # never back into the server
 
 
 def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.agents.conftest import Agent
 
-from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, Sample
+from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import Chat
 from telescope.errors import InfrastructureError
 from telescope.rollout.sample_rows import tool_call_rows
@@ -51,38 +51,6 @@ async def test_one_call_is_a_turn_with_a_reward_and_metrics(bench: Any) -> None:
     assert [turn.text for turn in sample.turns] == ["4"]
     sampled_once(sample, made.policy)
     assert made.slots.num_leased == 0
-
-
-class Guesses(Agent, MultiTurnEnvironment):
-    """Answers until it is right, then asks itself about it."""
-
-    def env_response(self, messages: Any, state: Any) -> list[ChatMessage]:
-        return [{"role": "user", "content": "Wrong."}]
-
-    def is_done(self, state: Any) -> tuple[bool, str | None]:
-        return state.trajectory[-1].text == "4", "right"
-
-    def compute_reward(self, state: Any, eos_token: str = "") -> RewardResult:
-        return RewardResult(1.0 / state.num_turns, {"turns": state.num_turns})
-
-    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
-        result = await super().rollout(sample, context)
-        with context.chat("reviewer", reward=0.0) as reviewer:
-            review = await reviewer.generate([{"role": "user", "content": "Was it hard?"}])
-            reviewer.reward = float(review.text == "yes")
-        return result
-
-
-async def test_a_rollout_may_run_the_turn_loop_and_go_on(bench: Any) -> None:
-    made = await bench(Guesses, ["5", "4", "yes"])
-    sample = await made.run()
-    assert (sample.total_reward, sample.end_reason, sample.chat_rewards) == (0.5, "right", {"reviewer": 1.0})
-    assert sample.reward.sample_metrics == {"agent/calls": 3, "turns": 2.0}
-    assert [(turn.text, turn.parent, turn.chat) for turn in sample.turns] == [
-        ("5", None, ""), ("4", 0, ""), ("yes", None, "reviewer"),
-    ]  # fmt: skip
-    assert [s.chat for s in sample.sequences()] == ["", "reviewer"]
-    sampled_once(sample, made.policy)
 
 
 class Conversation(Agent):

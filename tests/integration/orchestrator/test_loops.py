@@ -189,7 +189,7 @@ async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
         target = {
             "_prompt_loop": (run.environments, "prepare"),
             "_dispatch_loop": (run.orchestrator, "_open_group"),
-            "_sample": (run.environments, "advance"),
+            "_sample": (run.environments, "roll_out"),
             "_batch_loop": (run.orchestrator, "_pack"),
             "_train_loop": (run.trainer, "train_step"),
         }[loop]

@@ -6,7 +6,6 @@ Games draw from Python's shared random numbers; each rollout has its own state o
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pkgutil
 import random
@@ -83,7 +82,7 @@ class TextArena(Environment):
             if player in chats:
                 game.act(await _answer(chats[player], histories[player], seen))
             elif self.opponent is not None:
-                game.act(await asyncio.to_thread(self.opponent, seen))
+                game.act(self.opponent(seen))
         for player, chat in chats.items():
             chat.reward = game.rewards.get(player, 0.0)
         reward = game.rewards.get(own[0], 0.0)
