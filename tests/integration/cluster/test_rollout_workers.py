@@ -106,9 +106,8 @@ class Workers:
 
     async def _group(self, item: int, samples: int) -> list[Trajectory]:
         prompt = await self.pool.prepare(self.name, item)
-        several = self.pool.infos[self.name].is_multi_turn
         tasks = [
-            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n), several)
+            RolloutTask(f"{item}-{n}", item, n, self.name, self.name, item, prompt.token_ids, (0, item, n))
             for n in range(samples)
         ]
         return await self.pool.run(tasks, self.settings)

@@ -123,7 +123,7 @@ async def test_tasks_of_a_process_are_played_by_the_policy_several_at_a_time(env
     assert not slow.done()
     slow.cancel()
     await environment.close_resources()
-    assert not any(is_running(int(pid)) for pid in results[0].sample_metrics.values())
+    await gone(int(pid) for pid in results[0].sample_metrics.values())
 
 
 async def test_a_process_that_exits_fails_its_tasks_and_is_started_again(environment, services):
@@ -154,7 +154,7 @@ async def test_a_task_that_takes_too_long_fails_alone_unless_its_process_hangs(e
     with pytest.raises(EnvironmentFailure, match="took over 1 seconds"):
         await roll_out(environment, services, HANG, seconds=1.0)
     await asyncio.sleep(1.0)
-    assert not is_running(int(first.sample_metrics["bridge"]))
+    await gone([int(first.sample_metrics["bridge"])])
     assert (await roll_out(environment, services, ANSWER)).total_reward == 1.0
 
 
@@ -185,7 +185,7 @@ def test_a_process_ends_with_a_worker_that_is_killed(tmp_path):
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not [process for process in alive if is_running(process.pid)]
+    await gone(process.pid for process in alive)
 
 
 @pytest.mark.parametrize("name", ["verifiers:my-taskset", "openenv:http://127.0.0.1:8000"])
@@ -193,6 +193,14 @@ def test_bridges_that_ship_are_found_by_their_names(name):
     cls = environment_class(name)
     assert issubclass(cls, ProcessAgent)
     assert (cls.task, cls.bridge.is_file()) == (name.partition(":")[2], True)
+
+
+async def gone(pids) -> None:
+    """Waits until killed processes are gone, which takes a moment."""
+    left = list(pids)
+    async with asyncio.timeout(10):
+        while left := [pid for pid in left if is_running(pid)]:
+            await asyncio.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -44,6 +44,7 @@ for _ in range(2):
     expression = message["content"].split("<answer>")[-1].split("</answer>")[0]
     if not set(expression) <= set("0123456789+-() "):
         continue
+    open("computed", "w").close()
     os.system(f"echo $(({expression})) > computed")
     if open("computed").read().strip() == target:
         break
