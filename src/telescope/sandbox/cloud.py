@@ -15,7 +15,7 @@ from telescope.sandbox.remote import RemoteSandboxProvider
 
 
 class CloudSandboxProvider(RemoteSandboxProvider):
-    """A provider with an SDK, which finds the key by itself if there is no `api_key`."""
+    """A provider that uses an SDK. Without `api_key` the SDK finds the key itself."""
 
     modules: ClassVar[tuple[str, ...]]
     """Names of the SDK's module, the preferred one first."""
@@ -42,12 +42,12 @@ class CloudSandboxProvider(RemoteSandboxProvider):
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
 
     def _connect(self) -> Any:
-        """Returns a new client of the SDK, where it has one."""
+        """Returns a new SDK client, if the SDK has one."""
         raise NotImplementedError
 
     @property
     def client(self) -> Any:
-        """The client of this event loop."""
+        """Returns the client of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = self._connect()

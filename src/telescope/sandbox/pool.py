@@ -1,7 +1,7 @@
-"""A pool of sandboxes that are ready before they are needed.
+"""A pool that creates sandboxes before they are needed.
 
-At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is normal: it is replaced, and its user
-gets an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
+At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is replaced, and its user gets an error
+that counts as infrastructure. Every sandbox is in the run's ledger before it is used.
 
 A pool belongs to the event loop that starts it.
 """
@@ -36,10 +36,10 @@ LEAST_LIFE = 0.25
 
 
 class GenericSandboxPool:
-    """Sandboxes of one provider and one configuration.
+    """Sandboxes of one provider with one configuration.
 
-    `max_concurrent_creates` bounds how many are created at the same time. With `reuse` a released sandbox is handed out
-    again, with the files and processes of its last user; by default only where creating is slow
+    `max_concurrent_creates` limits concurrent creations. With `reuse` a released sandbox is handed out again with the
+    files and processes of its last user; the default is to reuse only where creation is slow
     (`SandboxProvider.is_reusable`).
     """
 
@@ -73,7 +73,7 @@ class GenericSandboxPool:
         self._is_open = False
 
     async def start(self) -> None:
-        """Starts to create sandboxes, and waits until the first is ready. Raises the error of its creation."""
+        """Starts creating sandboxes and waits until the first is ready. Raises the error of its creation."""
         self._is_open = True
         try:
             await self.release(await self._take(), reuse=True)
@@ -83,7 +83,7 @@ class GenericSandboxPool:
 
     @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
-        """Returns a running sandbox. Raises `SandboxError` if none is free within `timeout` seconds."""
+        """Returns a running sandbox. Raises `SandboxError` if none becomes free within `timeout` seconds."""
         if not self._is_open:
             raise SandboxError("the pool of sandboxes has not started, or has ended")
         try:
@@ -94,7 +94,7 @@ class GenericSandboxPool:
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, reuse: bool = False) -> None:
-        """Gives a sandbox back. With `reuse`, the pool's or this one, it is used again, else destroyed and replaced."""
+        """Returns a sandbox to the pool. It is reused if `reuse` is set here or for the pool, else replaced."""
         if handle not in self.in_use_sandboxes:
             return
         if not (self._reuse or reuse):
@@ -104,7 +104,7 @@ class GenericSandboxPool:
         self._ready(handle)
 
     async def remove(self, handle: SandboxHandle) -> None:
-        """Destroys a sandbox, broken or not, and replaces it. Returns at once."""
+        """Destroys and replaces a sandbox. Returns at once."""
         if self.all_sandboxes.pop(handle, None) is None:
             return
         self.in_use_sandboxes.discard(handle)
@@ -112,7 +112,7 @@ class GenericSandboxPool:
         self._refill()
 
     async def shutdown(self) -> None:
-        """Destroys all sandboxes, also the ones that are being created."""
+        """Destroys all sandboxes, including those under creation."""
         self._is_open = False
         for task in list(self._tasks):
             if task.get_name() == "create":
@@ -134,7 +134,7 @@ class GenericSandboxPool:
             self.ledger.closed(handle)
 
     async def _take(self) -> SandboxHandle:
-        """Returns a ready sandbox that is alive and has some life left."""
+        """Returns a ready sandbox that is alive and has enough lifetime left."""
         while True:
             self._num_waiting += 1
             try:
@@ -169,13 +169,13 @@ class GenericSandboxPool:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
         context = copy_context()
-        context.run(SAMPLE.set, "")  # a new sandbox is not for the current sample
+        context.run(SAMPLE.set, "")  # a new sandbox does not belong to the current sample
         task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _create(self) -> None:
-        """Creates a sandbox. Its error goes to a waiting `acquire`, if there is one."""
+        """Creates a sandbox. Passes an error to a waiting `acquire`, if there is one."""
         try:
             async with self._creating:
                 handle = await self._create_with_retries()
