@@ -1,8 +1,8 @@
-"""A rollout that a user writes: the services of `environments.context` over request slots, engines and sandboxes.
+"""Runs a rollout that a user wrote: implements `environments.context` with request slots, engines and sandboxes.
 
-`AgentRollout` owns one such rollout from its first call to its score. Its calls may come from the environment's code or
-over HTTP (`endpoint`), several at a time. A failure of an engine is remembered: whatever the agent makes of the error,
-the rollout begins again, and is never scored as if the policy had failed.
+`AgentRollout` owns one such rollout from its first call to its score. Calls come from the environment's code or over
+HTTP (`endpoint`), several at a time. An engine failure is remembered: even if the agent swallows the error, the rollout
+begins again and is never scored as a failure of the policy.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class AgentRollout:
     async def run(self, sample: Sample) -> RewardRecord:
         """Runs the environment's `rollout`. Returns its score.
 
-        Raises what it raises, `EnvironmentFailure` when its time is over, and the first `InfrastructureError` of its
-        calls.
+        Raises what `rollout` raises, `EnvironmentFailure` when its time is over, and the first `InfrastructureError` of
+        its calls.
         """
         environment, rollout = self._environment, self._rollout
         seconds = environment.rollout_timeout_seconds
@@ -89,7 +89,7 @@ class AgentRollout:
                 raise self._failure from None
             raise
         finally:
-            # A turn that a background task adds from now on would be trained by no reward, or by that of a new attempt.
+            # A turn that a background task adds from now on would get no reward, or the reward of a new attempt.
             context.cancelled = self._is_over = True
             for task in self._callers:
                 if task is not None and task is not asyncio.current_task():
@@ -113,7 +113,7 @@ class AgentRollout:
         return RewardRecord(**serialize_score(eval_metrics_of(result) if for_eval else result, for_eval))
 
     async def complete(self, call: Call) -> Answer:
-        """Samples an answer of the policy.
+        """Samples a completion.
 
         Raises `RefusedCall`, `UserError` for a malformed call, and `InfrastructureError`.
         """
@@ -122,13 +122,13 @@ class AgentRollout:
         settings = self._rollout.settings.sampling
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
-            # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
+            # Very long texts are refused by their length, because tokenizing them would block the event loop.
             least = (
                 sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token
             )
             prompt = self._joins.prompt(call) if least < settings.max_context else None
             shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
-        except Exception as error:  # of its messages, tools, token ids, sampling, or of the chat template
+        except Exception as error:  # in messages, tools, token ids or sampling, or raised by the chat template
             raise UserError(f"This call of the policy is malformed: {error_text(error)}") from error
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
@@ -155,7 +155,7 @@ class AgentRollout:
         return self._answer(call, prompt, index)
 
     def _answer(self, call: Call, prompt: Prompt, index: int) -> Answer:
-        """Reads the answer of a turn, and records it for the calls that follow."""
+        """Parses the completion of a turn, and records it for later calls."""
         turn = self._rollout.trajectory.turns[index]
         generation = turn.generation
         ended = generation.finish_reason == "stop"
@@ -175,7 +175,7 @@ class AgentRollout:
         return answer
 
     def _drop(self, answer: Answer) -> None:
-        """Leaves an answer that no client has read out of training."""
+        """Excludes a completion that no client has read from training."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
 
@@ -195,24 +195,24 @@ class AgentRollout:
         return await self._environment.judge.ask(prompt, schema, model)
 
     async def _judge(self, prompt: str) -> str:
-        """Lets the policy judge. Its tokens are not trained."""
+        """Lets the policy act as the judge. Its tokens are not trained."""
         call = Call([{"role": "user", "content": prompt}], chat=JUDGE, train=False)
         return (await self.complete(call)).text
 
     async def sandbox(self, image: str | None) -> Sandbox:
-        """Returns a sandbox that ends with the rollout."""
+        """Returns a sandbox that is destroyed with the rollout."""
         pool = await pool_of(self._environment, image)
         sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
         self._sandboxes.append(sandbox)
         return sandbox
 
     def base_url(self, chat: str) -> str:
-        """Returns the URL of the endpoint for one conversation."""
+        """Returns the endpoint's URL for one conversation."""
         return self._endpoint.base_url(chat)
 
 
 async def _import_sdks(environment: type[Environment]) -> None:
-    """Imports the SDKs that methods of an environment name, because that takes seconds, in a thread."""
+    """Imports the SDKs that the environment's methods name, in a thread, because that takes seconds."""
     code = [each.__code__ for cls in environment.__mro__ for each in vars(cls).values() if hasattr(each, "__code__")]
     for sdk in ("openai", "anthropic"):
         if any(sdk in each.co_names for each in code):
@@ -220,6 +220,6 @@ async def _import_sdks(environment: type[Environment]) -> None:
 
 
 def _shown(message: ChatMessage) -> str:
-    """Returns a message as the record has it: its text, and its tool calls in the form of Hermes."""
+    """Returns a message as it is recorded: its text, and its tool calls in the form of Hermes."""
     calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ()]
     return "\n".join(filter(None, (str(message.get("content") or ""), *calls)))

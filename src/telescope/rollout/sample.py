@@ -1,10 +1,10 @@
-"""One sample from prompt to scored trajectory: turns of the policy, which a rollout of the environment asks for.
+"""Runs one sample from prompt to scored trajectory: the turns of the policy that an environment's rollout asks for.
 
-Owns the trajectory and the retries after infrastructure failures. The environment's rollout, be it the turn loop
-(`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers come
-in through protocols (`request_slots`, `inference.base`).
+Owns the trajectory and the retries after infrastructure failures. The environment's rollout, either the turn loop
+(`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers are
+passed in as protocols (`request_slots`, `inference.base`).
 
-Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
+Three kinds of failure are kept apart: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
 state is lost, with its worker process or a sandbox, begins again, which also counts as a retry.
 
@@ -45,7 +45,7 @@ ATTEMPTS_OF_A_WORKER = 1000
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """Sampling parameters. `max_context` bounds prompt and answer together, in tokens."""
+    """Sampling parameters. `max_context` limits prompt and completion together, in tokens."""
 
     temperature: float
     top_p: float | None
@@ -56,7 +56,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """Settings of a rollout besides its prompt. Times are in seconds."""
+    """Settings of a rollout, without its prompt. Times are in seconds."""
 
     sampling: SamplingSettings
     free_lane_after_generation: bool
@@ -109,7 +109,7 @@ class RolloutTask:
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
-    """Returns a seed of 31 bits from the run's seed and the request's identity, whatever the order of arrival."""
+    """Returns a 31-bit seed from the run's seed and the request's identity. Independent of the order of arrival."""
     text = "/".join(str(part) for part in (run_seed, *identity))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
@@ -119,7 +119,7 @@ class Environments(Protocol):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether user code hangs past its deadline, and keeps a thread of this process."""
+        """Returns whether user code hangs past its deadline and blocks a thread of this process."""
         ...
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
@@ -127,12 +127,12 @@ class Environments(Protocol):
         ...
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        """Runs the environment's rollout, which samples turns of this one. Returns its score."""
+        """Runs the environment's rollout, which samples turns through `rollout`. Returns the score."""
         ...
 
 
 class Prompts(Protocol):
-    """What describes environments and renders their prompts."""
+    """Describes environments and renders their prompts."""
 
     async def describe(self, env_key: str) -> EnvironmentInfo:
         """Returns the description of an environment."""
@@ -147,7 +147,7 @@ class Rollout:
     """One running sample. `trajectory` grows until `run` returns it.
 
     After `cancel`, `run` returns as soon as possible, with the tokens so far. Samples with the same `slot_key` share a
-    server. `on_progress` is called when a request has a slot, and when a turn has ended.
+    server. `on_progress` is called when a request gets a slot and when a turn ends.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class Rollout:
 
     @property
     def label(self) -> str:
-        """What error messages call it."""
+        """Returns the sample's name in error messages."""
         return f"environment {self.task.environment_key!r}, item {self.task.item_index}"
 
     async def run(self) -> Trajectory:
         """Runs the sample to its end: scored, masked or cancelled.
 
-        Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `slot_timeout`.
+        Raises DeadlineExceeded, an error of the run, when no request slot becomes free within `slot_timeout`.
         """
         trajectory = self.trajectory
         self._running = asyncio.current_task()
@@ -212,9 +212,9 @@ class Rollout:
         return trajectory
 
     def cancel(self) -> list[tuple[int, str]]:
-        """Cancels the sample. Returns (server, request id) of the requests that the caller must abort in the engines.
+        """Cancels the sample. Returns (server, request id) of each request that the caller must abort in the engines.
 
-        It ends with them. Without any, its current wait is cancelled here.
+        The sample ends when these requests have ended. If there are none, its current wait is cancelled here.
         """
         self.trajectory.cancelled = True
         if self._running is not None and not self._in_engine:
@@ -224,7 +224,7 @@ class Rollout:
     def oldest_version(self) -> int | None:
         """Returns the policy version of the sample's oldest trained token. None while it has none.
 
-        A request in the engine counts with the version that its server had when it was sent.
+        A request in the engine counts with its server's version when it was sent.
         """
         oldest = self.trajectory.version_range[0]
         versions = [oldest] if oldest >= 0 else []
@@ -244,7 +244,7 @@ class Rollout:
     ) -> int:
         """Samples a turn. Returns its index in the trajectory.
 
-        `keeps_slot` keeps its request slot until the next turn or the end, for which turns must follow one another.
+        `keeps_slot` keeps the request slot until the next turn or the end; turns must then follow one another.
         `of_turn` are other fields of the turn. May be cancelled, which ends the request. Raises `EnvironmentFailure`
         when the prompt fills the context, and `InfrastructureError`.
         """
@@ -278,7 +278,7 @@ class Rollout:
         return len(trajectory.turns) - 1
 
     def may_retry(self) -> bool:
-        """Counts a failure of the infrastructure. Returns whether the sample may go on."""
+        """Counts an infrastructure failure. Returns whether the sample may continue."""
         self.trajectory.num_infrastructure_retries += 1
         return self.trajectory.num_infrastructure_retries <= self.settings.max_infrastructure_retries
 
@@ -288,7 +288,7 @@ class Rollout:
             self._kept = None
 
     async def _run_with_retries(self) -> None:
-        """Runs the environment's rollout, and again if its state is lost because of infrastructure."""
+        """Runs the environment's rollout. Runs it again if infrastructure failures lose its state."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
@@ -320,8 +320,7 @@ class Rollout:
         routes_start: int,
         stop: Sequence[str] = (),
     ) -> tuple[Lease, Generation]:
-        """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
-        released."""
+        """Samples one turn. Retries in a new slot after infrastructure failures. Does not release the returned slot."""
         task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
         while True:
@@ -364,7 +363,7 @@ class Rollout:
                     raise InfrastructureError(f"server {lease.server}, request {request.request_id}: {problem}")
                 return lease, generation
             except InfrastructureError as error:
-                # Reported first, so that the slot does not go to a waiter while its server is down.
+                # Reported before the slot is released, so that no waiter gets a slot of a server that is down.
                 self._on_engine_failure(lease.server, error)
                 self._slots.release(lease)
                 trajectory.failed_requests.append(num_seen)
@@ -377,10 +376,10 @@ class Rollout:
 
 
 def _problem_with(request: GenerateRequest, generation: Generation, loaded_version: int) -> str | None:
-    """Returns what is wrong with an answer. None if it can be used.
+    """Returns why a generation cannot be used. None if it can.
 
-    `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
-    that has restarted with the initial weights and is not detected yet.
+    `loaded_version` is the server's policy version when the request was sent. An older version means that the server
+    has restarted with the initial weights and this has not been noticed yet.
     """
     if generation.finish_reason == "abort":
         return "the server aborted it"

@@ -1,8 +1,7 @@
-"""The default `rollout` of an environment: one answer, or turns of answers and replies until the environment is done.
+"""The default `rollout` of an environment: one completion, or completions and replies until the environment is done.
 
-`take_turns` owns the loop, and a `Conversation` the side of the environment: its state, the order in which its methods
-are called, and the token ids that its replies add. A state ends with `end_rollout` when its rollout was scored, failed
-or was cancelled.
+`take_turns` owns the loop. A `Conversation` owns the environment's side: its state, the order of its method calls, and
+the token ids that its replies add. `end_rollout` ends a state when its rollout was scored, failed or was cancelled.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Conversation(Protocol):
         ...
 
     async def respond(self, generation: Generation) -> Advance:
-        """Passes an answer to the environment. Returns its replies, or the score."""
+        """Passes a completion to the environment. Returns its replies, or the score."""
         ...
 
     async def end(self) -> None:
@@ -51,7 +50,7 @@ class Conversation(Protocol):
 
 
 async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardRecord:
-    """Samples answers of the policy until the environment is done. Returns the score.
+    """Samples completions until the environment is done. Returns the score.
 
     Raises `EnvironmentFailure`, and `InfrastructureError` when the state of the conversation is lost.
     """
@@ -83,7 +82,7 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
             parent = None if reply.restarts else index
             before = [] if reply.restarts else [*prompt_token_ids, *turn.generation.token_ids_N.tolist()]
             prompt_token_ids = before + added_token_ids
-            # Known up to the token before the last sampled one.
+            # Routes are known up to the token before the last sampled one.
             routes_start = max(len(before) - 1, 0) if turn.generation.routes_MXK is not None else 0
     finally:
         await conversation.end()
@@ -99,7 +98,7 @@ async def _reply(rollout: Rollout, conversation: Conversation, generation: Gener
 
 
 class SingleTurn:
-    """One answer, which the environment scores."""
+    """A conversation with one completion, which the environment scores."""
 
     has_state = False
 
@@ -118,7 +117,7 @@ class SingleTurn:
         return None
 
     def _score(self, method: str, generation: Generation) -> Steps[Advance]:
-        """Decodes the answer, and lets the environment score it."""
+        """Decodes the completion and has the environment score it."""
         environment, renderer = self._environment, self._runner.renderer
         assert renderer is not None
         cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
@@ -127,14 +126,14 @@ class SingleTurn:
         opened = self._runner.opened(self._position, item)
         completion = answer_text(text, opened)
         if isinstance(completion, UnfinishedReasoning):
-            completion = UnfinishedReasoning(opened + text)  # code of the environment can see that it is reasoning
+            completion = UnfinishedReasoning(opened + text)  # the environment's code can tell that it is reasoning
         scored = getattr(environment, method)(completion, environment.get_sample(item), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
         return Advance(True, [], text, RewardRecord(**score))
 
 
 class MultiTurn:
-    """A conversation with a `MultiTurnEnvironment`, or with that below an eval."""
+    """A conversation with a `MultiTurnEnvironment`, or with the one that an eval wraps."""
 
     has_state = True
 
