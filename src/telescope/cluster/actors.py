@@ -38,14 +38,14 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "concurrency_groups": {"control": 4, "observe": 1, "checkpoint": 1},
 }
-"""Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
-the actor works; those of `observe` also while calls of `control` wait for engines."""
+"""Ray never restarts an actor, because its state is weights and processes. Calls in the concurrency groups run while
+the actor works; calls in `observe` run even while calls in `control` wait for engines."""
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0
 DAEMON_EXIT_SECONDS = 0.5
-"""A raylet that stops ends its actors first; it has exited after this time."""
+"""A stopping raylet ends its actors first. It has exited after this time."""
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:

@@ -53,7 +53,7 @@ STOP_SECONDS = 10.0
 """Daemons of a cluster that is being stopped are killed after this time."""
 
 DAEMONS = ("gcs_server", "raylet")
-"""Ray's processes that a run cannot go on without. The raylet exits when one of its agents does."""
+"""Ray's processes without which a run cannot continue. The raylet exits when one of its agents does."""
 
 DAEMON_LOG_LINES = 8
 DAEMON_MESSAGE = re.compile(r"\[\d{4}-\d\d-\d\d ")
@@ -64,7 +64,7 @@ MODE_VARIABLE = "RAY_AUTH_MODE"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 AUTHENTICATION_VARIABLES = (MODE_VARIABLE, "RAY_AUTH_TOKEN", TOKEN_VARIABLE)
 PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""Answered by a cluster's head node to every authorized client."""
+"""Method to which a cluster's head node responds for every authorized client."""
 PROBE_SECONDS = 10.0
 
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", MARK_VARIABLE)

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
-"""In the environment of every process of a run; its value is the run's temporary directory."""
+"""Environment variable of every process of a run. Its value is the run's temporary directory."""
 
 ALSO_REMOVED = "also-removed-"
 """Name prefix of links in the temporary directory to other folders that are removed with it."""

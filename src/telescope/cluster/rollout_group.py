@@ -42,12 +42,12 @@ R = TypeVar("R")
 
 MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
-"""How long a call waits for news of a worker. It is also the worker's heartbeat."""
+"""How long a call waits for events of a worker. It is also the worker's heartbeat."""
 LINGER_SECONDS = 0.05
 SAMPLES_PER_WORKER = 64
-"""Samples in flight that one worker is meant for."""
+"""Samples in flight for which one worker suffices."""
 SILENCE_SECONDS = 10.0
-"""Time beyond the deadline of user code in which a worker must answer."""
+"""Time after the deadline of user code within which a worker must respond."""
 LOAD_SECONDS = 600.0
 """Time to load the environments, downloads included."""
 LOG_TAIL_BYTES = 4000
@@ -175,7 +175,7 @@ class RolloutHandle:
         self.node = ""
         """Ray's id of its node."""
         self.arrived = 0.0
-        """When it came to this node from another one, in monotonic time."""
+        """When it moved to this node from another one, in monotonic time."""
         self.actor: Any = None
         self._is_loaded = False
 

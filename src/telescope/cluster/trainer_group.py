@@ -58,7 +58,7 @@ NODE_LOSS_SECONDS = 60.0
 COLLECTIVE_ERRORS = re.compile(
     r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset) by", re.IGNORECASE
 )
-"""Errors of a rank whose peer is gone."""
+"""Errors of a rank whose peer has exited."""
 
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

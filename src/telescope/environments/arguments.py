@@ -141,9 +141,9 @@ class _Arguments:
     names: set[str]
     """Names that the method takes."""
     fixed: set[str]
-    """Arguments of a base class that a subclass passes by itself."""
+    """Arguments of a base class that a subclass sets itself."""
     reaches_root: bool
-    """Whether all definitions pass `**kwargs` on, up to the root."""
+    """Whether all definitions up to the root pass `**kwargs` on."""
 
 
 def _arguments_of(cls: type, method: str, root: type) -> _Arguments:

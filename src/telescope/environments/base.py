@@ -39,10 +39,10 @@ MAX_TURNS_REACHED = "max_turns_reached"
 """Reason of `MultiTurnEnvironment.is_done`."""
 
 ENV_NAME_KEY = "_env_name"
-"""Key of a sample's metadata that holds the name of its environment."""
+"""Key of a sample's metadata with the name of its environment."""
 
 GOLD = "gold pasted"
-"""The cheat that answers with the sample's answer alone. It is none where that is the form of an answer."""
+"""The cheat that gives only the sample's answer. It is no cheat if answers have that form."""
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Environment(Dataset):
     judge: Judge | None = None
     """A model that scores answers, from the keyword argument `judge`."""
     rollout_timeout_seconds: float = 3600.0
-    """Time for a `rollout` of its own, generation included."""
+    """Time limit of an overridden `rollout`, generation included."""
     endpoint_socket: str = ""
     """Unix socket of the endpoint for agents in local sandboxes, in a rollout worker whose environments have agents."""
     resources_per: ClassVar[Literal["host", "process"]] = "host"
@@ -535,4 +535,4 @@ def _as_eval_metrics(
 
 
 BaseEnvironment = Environment
-"""The older name of `Environment`."""
+"""Former name of `Environment`."""

@@ -52,7 +52,7 @@ class Call:
     train: bool = True
     """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """`max_tokens`, `stop` (list of texts); other sampling parameters are those of the run."""
+    """`max_tokens` and `stop` (list of texts). The run sets the other sampling parameters."""
     cause: str | None = None
     """Why the call does not extend the conversation, if the caller knows (`compaction`)."""
 
@@ -66,7 +66,7 @@ class Answer:
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     finish_reason: str = "stop"
-    """`stop`, `tool_calls`, or `length` where `max_tokens` or the context ended it."""
+    """`stop`, `tool_calls`, or `length` if `max_tokens` or the context ended it."""
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     num_prompt_tokens: int = 0
@@ -248,7 +248,7 @@ class RolloutContext(Chat):
     def __init__(self, services: Services, deadline: float) -> None:
         super().__init__(services)
         self.deadline = deadline
-        """Time of `time.monotonic()` at which the rollout is ended."""
+        """Time limit of the rollout, by `time.monotonic()`."""
         self.cancelled = False
         """Whether the rollout has ended, so that its completions are no longer needed."""
         self.chats: dict[str, Chat] = {}

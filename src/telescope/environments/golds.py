@@ -11,7 +11,7 @@ from telescope.errors import UserError
 MAX_CHECKED = 200
 """Items that are checked, across the dataset. A comparison takes about a millisecond."""
 MAX_SECONDS = 20.0
-"""Time for one dataset, should its answers be expensive to read."""
+"""Time limit for one dataset, in case its answers are expensive to read."""
 
 
 def report_golds(name: str, dataset: Any) -> str | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Columns = Sequence[Sequence[str]]
-"""What a dataset must have. Each entry lists alternatives."""
+"""Required columns of a dataset. Each entry lists alternatives."""
 
 OWN = "or set dataset: own for the few that ship with Telescope"
 

@@ -32,9 +32,9 @@ MAX_ANSWERS, MAX_RETRIES = 3, 4
 """Answers until one fits the schema, and retries of a request by the SDK, with growing pauses."""
 
 USAGE: ContextVar[dict[str, float] | None] = ContextVar("judge usage", default=None)
-"""Metrics of the current rollout (`judge/...`), which `USAGE.set({})` begins."""
+"""Metrics of the current rollout (`judge/...`). `USAGE.set({})` begins a new rollout."""
 COMPLETE: ContextVar[Callable[[str], Awaitable[str]] | None] = ContextVar("policy as judge", default=None)
-"""Returns an untrained answer of the policy to a prompt. Set by what runs a rollout."""
+"""Returns an untrained completion of a prompt by the policy. Set by the code that runs a rollout."""
 
 
 class Judge(BaseModel):

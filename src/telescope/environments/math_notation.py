@@ -66,7 +66,7 @@ _CHANGING = (
     r"|root|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)"
 )
 CHANGING_WORD = re.compile(rf"(?<![\\A-Za-z]){_CHANGING}(?![A-Za-z])")
-"""A word that makes another number of the one beside it."""
+"""A word that changes the number beside it."""
 _UNIT = (
     rf"(?!(?:{_CHANGING}|and|or|not|mod|choose|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"
     rf"(?:{_SHORT_UNIT}|[A-Za-z]{{3,}}){_EXPONENT}"
@@ -85,7 +85,7 @@ _LABEL = re.compile(
     r"|(?:option|choice)\s+(?=\(?[A-Z]\)?$)",
     re.IGNORECASE,
 )
-"""What may stand before a final answer: "The answer is 72", "Total: 72", "Option B"."""
+"""Text that may precede a final answer: "The answer is 72", "Total: 72", "Option B"."""
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 _MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")

@@ -24,26 +24,26 @@ REASONING_TAGS = {
     "<|channel>thought": "<channel|>",
     "<|channel|>analysis<|message|>": END_OF_MESSAGE,
 }
-"""What begins and what ends the reasoning of released models."""
+"""Tags that begin and end the reasoning of released models."""
 
 _TAG = re.compile(rf"({'|'.join(map(re.escape, REASONING_TAGS))})|{'|'.join(map(re.escape, REASONING_TAGS.values()))}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _ANSWER_MARK = re.compile(
     r"answer[ \t*_]{0,8}(?:\bis\b|[:=])|^[ \t#*_]{0,8}(?:final )?answer[ \t*_]{0,8}$", re.IGNORECASE | re.MULTILINE
 )
-"""What precedes an answer: "answer:", "answer is", or a line with "Answer" alone."""
+"""Text that precedes an answer: "answer:", "answer is", or a line with only "Answer"."""
 _BEHIND_ANSWER = re.compile(
     r"(?<=[0-9)\]}$%*])(?:\.\s+(?=[A-Z0-9(\\$*])(?!(?i:or|and|not)\b)"  # another sentence, but no second answer
     r"|[,;]?\s+(?:because|since|as|which|so)\b|\s+\((?i:see|as|since|because|from|by|check|note|rounded)\b)"
     r"|[,;]?\s+because\b"
     r"|(?:(?<=[A-Za-z]{3})|(?<=\b[Nn]o))\.\s+(?=(?:The|This|That|We|So|Because|Since|It|I|Here|There|Check|Note)\b)"
 )
-"""What ends an answer that has text behind it in its line. Of words only certain ones count: "Mrs. Smith" is a name."""
+"""Text that ends an answer within its line. Only certain words count: "Mrs. Smith" is a name."""
 _HEADING = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|^#|^[0-9]{1,2}[.):](?:\s|$)")
-"""Tells `#### Step 2` and `#### 2. Sum` from an answer."""
+"""Matches headings such as `#### Step 2` and `#### 2. Sum`, which are no answers."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 _GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|omega)(?![A-Za-z])", re.IGNORECASE)
-"""Letters whose case matters: that of others does not, and math-verify ignores all of it."""
+"""Letters whose case matters. math-verify ignores the case of all letters."""
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 """A letter of multiple choice, alone or before the text of the choice."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")

@@ -28,7 +28,7 @@ MAX_STARTS = 3
 START_SECONDS = 600.0
 """Time for a process to list its tasks. `uv run` may download its packages first."""
 CANCEL_SECONDS = 10.0
-"""Time for a process to answer that it has cancelled a task."""
+"""Time for a process to confirm that it has cancelled a task."""
 MAX_LINE_BYTES = 2**26
 STDERR_LINES = 20
 

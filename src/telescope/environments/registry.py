@@ -48,9 +48,9 @@ class Source:
     class_name: str | None
     file: Path | None
     folder: Path | None = None
-    """Set for a folder of `environments_path`; its module is imported from there and not from `sys.path`."""
+    """Set for a folder of `environments_path`. Its module is imported from there, not from `sys.path`."""
     task: str = ""
-    """What follows the colon in `<name>:<task>`."""
+    """The part after the colon in `<name>:<task>`."""
 
 
 @dataclass(slots=True, frozen=True)

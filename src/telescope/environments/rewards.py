@@ -29,7 +29,7 @@ class _Term:
     weight: float | None
     golden_answer: Any
     chart: dict[str, float]
-    """The range for charts, as `metrics_ranges` has it."""
+    """The range for charts, in the form of `metrics_ranges`."""
 
 
 class Rubric:

@@ -37,7 +37,7 @@ Parameters = Mapping[str, Mapping[str, Any]]
 """The schemas of a tool's parameters, by name."""
 
 MAX_CALLS = 64
-"""Calls that are read in one completion; a model in a loop writes thousands."""
+"""Most calls that are read in one completion. A model in a loop writes thousands."""
 MAX_CALL_CHARACTERS = 100_000
 MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
@@ -99,7 +99,7 @@ _TRACES = {
         re.IGNORECASE,
     ),
 }
-"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them
+"""Pieces of the markup. At least one remains when some characters are missing or wrong. None of them
 occurs in ordinary text: "the tool call gave 5", "no further tool_call." and "fraction=3" are answers."""
 
 
@@ -239,7 +239,7 @@ class _Scan:
         self.marked: list[ToolCall] = []
         """Calls in markup."""
         self.bare: list[tuple[bool, ToolCall]] = []
-        """Calls without markup, each with whether it is written in Python."""
+        """Calls without markup. The flag says whether the call is written in Python."""
         self.announced = False
         self.rest = self.answer = ""  # without reasoning; `rest` without calls too
 

@@ -25,7 +25,7 @@ from telescope.environments.base import RolloutState
 from telescope.errors import UserError
 
 MAX_ERRORS_SHOWN = 5
-"""Reported mistakes of one call."""
+"""Most errors reported for one call."""
 
 _KINDS = inspect.Parameter
 

@@ -62,15 +62,15 @@ class EnvironmentInfo:
     dataset_digest: str = ""
     """Hash of the identities of the items at `digest_positions`; equal in all processes."""
     fingerprints: str = ""
-    """The first `FINGERPRINT_DIGITS` hex digits of each of those identities, in order."""
+    """The first `FINGERPRINT_DIGITS` hex digits of each identity, in order."""
     shares_resources: bool = False
-    """Its resources exist once per host, so one process runs all of it."""
+    """Whether its resources exist once per host, so that one process runs all of it."""
     ends_rollouts: bool = False
-    """It overrides `end_rollout`, which must be called for open rollouts before a process exits."""
+    """Whether it overrides `end_rollout`, which must be called for open rollouts before a process exits."""
     notices: list[str] = field(default_factory=list)
     """Messages for the user of a run (`Environment.notice`)."""
     stops: dict[str, Any] = field(default_factory=dict)
-    """What ends an answer: the fields of `stops.Stops`, equal for all environments."""
+    """The ends of a completion: the fields of `stops.Stops`, equal for all environments."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -25,7 +25,7 @@ class MathBenchmark(Eval):
     }
     hub_dataset: ClassVar[str]
     hub_subsets: ClassVar[tuple[str | None, ...]] = (None,)
-    """Subsets of `hub_dataset` that make up the benchmark; another dataset is read whole."""
+    """Subsets of `hub_dataset` in the benchmark. Any other dataset is read whole."""
     hub_split: ClassVar[str]
     own_items: ClassVar[Path]
 

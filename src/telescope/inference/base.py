@@ -45,7 +45,7 @@ class GenerateRequest:
     routes_start: int = 0
     """First prompt token whose routes are returned, if the server returns any (`router_replay`)."""
     payload: Any = None
-    """What belongs to the prompt besides its ids, such as images. Only an engine looks at it; vLLM's does not yet."""
+    """Further data of the prompt, such as images. Only an engine reads it; vLLM's does not yet."""
 
 
 @dataclass(slots=True, frozen=True)

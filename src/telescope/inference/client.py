@@ -50,7 +50,7 @@ ABORT_GRACE_SECONDS = 5.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 30.0
 MAX_HEADER_BYTES = 2**17
-"""A request that lived through many weight syncs has many version spans in a header."""
+"""A request that ran during many weight syncs has many version spans in a header."""
 
 
 class EngineRequestError(RuntimeError):

@@ -27,7 +27,7 @@ from telescope.utils.process import describe_exit
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
 NOT_LISTENING = 0
-"""Instead of a status: the connection was refused, so the process has closed its port."""
+"""Used instead of a status when the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
 LOG_LINES = 2000

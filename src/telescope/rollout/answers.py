@@ -10,13 +10,13 @@ from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, 
 from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
 
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>")
-"""What a whole call ends with."""
+"""Endings of a complete call."""
 _AROUND_CALLS = re.compile(r"</?tool_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```|```\s*(?=<\uff5ctool)|\[[\s,;]*\]")
-"""Markup around calls that is left when they are taken out."""
+"""Markup around calls that remains after they are removed."""
 _CONTROL = re.compile(
     r"<\|start\|>\w*|<\|channel\|>\s*\w+|<\|turn>\w*|<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|<\|\w{1,40}>|<\w{1,40}\|>"
 )
-"""Tokens that structure a conversation, with the names behind them."""
+"""Tokens that structure a conversation, with the names that follow them."""
 
 
 class ParsedAnswer(NamedTuple):

@@ -26,10 +26,10 @@ from telescope.rollout.trajectory import Trajectory
 
 REFERENCE, CANNED, MODEL = "reference solution", "canned answer", "the model"
 FORMS = ("<answer>{}</answer>", "\\boxed{{}}", "{}")
-"""Forms of an answer, the last of which is the gold alone."""
+"""Forms of an answer. The last is only the gold."""
 CANNED_ANSWER = "I do not know."
 MAX_CALLS = 200
-"""Calls of one rollout. One that asks for more never ends."""
+"""Most calls of one rollout. A rollout that asks for more would never end."""
 MAX_CONTEXT, MAX_TOKENS = 65_536, 32_768
 
 

@@ -34,7 +34,7 @@ from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
 
 KNOWN_SAMPLING = ("max_tokens", "stop")
-"""Sampling parameters that a call may set. Others are those of the run: the trainer computes logprobs with them."""
+"""Sampling parameters that a call may set. The run sets all others, because the trainer computes logprobs with them."""
 JUDGE = "judge"
 """Name of the conversations in which the policy judges."""
 
@@ -59,10 +59,10 @@ class AgentRollout:
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
         self._counts: Counter[str] = Counter()
-        """Metrics: parameters of calls that were replaced, and answers that no client has read."""
+        """Metrics: replaced parameters of calls, and completions that no client has read."""
         self._sandboxes: list[Sandbox] = []
         self._callers: set[asyncio.Task[Any] | None] = set()
-        """Tasks that wait for an answer."""
+        """Tasks that wait for a completion."""
         self._is_over = False
         self.api_key = ""
 

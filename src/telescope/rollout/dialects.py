@@ -19,10 +19,10 @@ from telescope.rollout.messages import message_of, parsed, text_of, tool_call
 Body = dict[str, Any]
 
 PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "tool_choice")
-"""Parameters that are not refused: those of the run are used, a call of a tool cannot be forced, and all is counted."""
+"""Parameters that are accepted, ignored and counted: the run's are used, and a tool call cannot be forced."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
 UNREADABLE = "unreadable_arguments"
-"""The key in Anthropic's `input`, which must be an object, of arguments that are none."""
+"""Key in Anthropic's `input`, which must be an object, for arguments that are no object."""
 
 
 class Refusal(Exception):
@@ -84,7 +84,7 @@ class ChatCompletions:
     """Implements `POST /v1/chat/completions`."""
 
     end = b"data: [DONE]\n\n"
-    """What ends a stream."""
+    """The end of a stream."""
 
     def read(self, body: Body) -> Call:
         """Returns the call in a request. Raises `Refusal`."""

@@ -35,13 +35,13 @@ from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_IN_FLIGHT = 64
-"""Requests of one rollout at a time; more are refused with 429."""
+"""Most concurrent requests of one rollout; more are refused with 429."""
 MAX_CONNECTING = 4096
-"""Connections that wait to be accepted; the system resets more, such as those of rollouts that begin together."""
+"""Most connections waiting to be accepted. The system resets more, for example when many rollouts begin together."""
 RETRY_SECONDS = 10
-"""How long an answer waits for the retry of a client that has gone. SDKs retry within 8 s."""
+"""How long a completion waits for the retry of a client that has disconnected. SDKs retry within 8 s."""
 PING_SECONDS = 15
-"""Interval of comments in a stream whose answer is not there yet, so that clients do not give it up."""
+"""Interval of comments in a stream before its completion is ready, so that clients do not give up."""
 
 _PATH = re.compile(r"(?:/chat/([^/]+))?/v1/([^?]+?)/?(?:\?.*)?")
 _JSON = "application/json"
@@ -73,7 +73,7 @@ class _Rollout:
     dropped: Callable[[Answer], object]
     dialects: dict[str, Dialect] = field(default_factory=new_dialects)
     calls: defaultdict[str, list[_Pending]] = field(default_factory=lambda: defaultdict(list))
-    """By the hash of the request, or its `Idempotency-Key`."""
+    """Calls by the hash of the request, or by its `Idempotency-Key`."""
     unread: set[_Pending] = field(default_factory=set)
     num_requests: int = 0
     num_refused: int = 0

@@ -30,7 +30,7 @@ from telescope.rollout.user_thread import UserThread, user_failure
 logger = logging.getLogger(__name__)
 
 MAX_RESULT_BYTES = 32 * 2**20
-"""Largest score of user code, because it passes through the driver's memory into the record."""
+"""Largest score from user code. It passes through the driver's memory into the record."""
 
 CLOSE_SECONDS = 20.0
 """Time for the environments to end rollouts and close resources."""

@@ -21,7 +21,7 @@ class WorkerLost(InfrastructureError):
 
 
 TRAINING = ""
-"""The lane of a run's own rollouts. Each eval has a lane of its own."""
+"""The lane of a run's training rollouts. Each eval has a separate lane."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class RunningSample:
     started_at: float = 0.0
     oldest_version: int | None = None
     num_tokens: int = 0
-    """Tokens sampled for it in this worker, without those of its running request."""
+    """Tokens sampled for it in this worker, without its running request."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class LaneState:
     """The request slots of one lane in one worker."""
 
     used: list[int]
-    """By server."""
+    """Slots in use, by server."""
     num_free: int
     """Free slots on servers that are up."""
     num_waiting: int = 0
@@ -96,7 +96,7 @@ class Report:
     """Lane, server and error of failed requests. The server is closed in the lane until it is ordered to be up."""
     lanes: dict[str, LaneState] = field(default_factory=dict)
     is_stuck: bool = False
-    """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""
+    """User code hangs in a thread, so the worker must be replaced once its rollouts have ended."""
     sandboxes: SandboxNews | None = None
 
     @property

@@ -42,7 +42,7 @@ class _Node:
     children: dict[Identity, _Node] = field(default_factory=dict)
     answer: _Answer | None = None
     was_prompt: bool = False
-    """A call ended with this message."""
+    """Whether a call ended with this message."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -25,8 +25,8 @@ from telescope.rollout.sample_rows import assign_rows
 from telescope.rollout.trajectory import Trajectory
 
 MAX_LOST_WORKERS = 3
-"""Workers that may be lost while they run a group, before it is taken for the cause. A group that may be the cause at
-its next loss runs while no other such group does, so that none is blamed with it."""
+"""Lost workers after which the group that they ran counts as the cause. A group that may be the cause at
+its next loss runs while no other such group does, so that only one group is blamed."""
 
 R = TypeVar("R")
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
 
 CONTINUATION_ANCHOR = "0"
-"""Prefix for tokenizing a continuation: a character that merges with nothing that a template writes next."""
+"""Prefix for tokenizing a continuation: a character that merges with no text that a template writes next."""
 
 
 BREAK = "\ufdd0"
@@ -101,7 +101,7 @@ class Renderer:
         if spec.chat_template is not None:
             self.tokenizer.chat_template = spec.chat_template
         self.vocab_size: int | None = files.get("config.json", {}).get("vocab_size")
-        """Embeddings of the model. None if unknown."""
+        """Number of the model's embeddings. None if unknown."""
         added = tokenizer.added_tokens_decoder
         self._added = {token_id: str(token) for token_id, token in added.items()}
         special = {token_id for token_id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
@@ -110,7 +110,7 @@ class Renderer:
         self._control_ids = special | shaped
         self._names = _pattern_of(map(self.name_of, self._control_ids))
         self._names_in_answers = _pattern_of(map(self.name_of, special))
-        """An answer that is rendered again keeps tool calls in tokens that are not flagged as special."""
+        """A completion that is rendered again keeps tool calls in tokens that are not flagged as special."""
         self._results: ToolResults | None = None
         self.stops = find_stops(self, files)
         self._end_ids = self._control_ids | set(self.stops.token_ids)
@@ -324,7 +324,7 @@ class Dialogue:
         self._shown = ""
         """Text of the model's last prompt."""
         self._turn: tuple[int, list[int]] = (0, [])
-        """The last turn in the last prompt: where it begins in the rendered text, and its token ids."""
+        """Where the last turn begins in the rendered text of the last prompt, and its token ids."""
 
     @property
     def opened(self) -> str:

@@ -72,7 +72,7 @@ class RequestSlotPool:
 
     def __init__(self, capacities: list[int]) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        """Called for free slots and changes of servers."""
+        """Called when slots become free or servers change."""
         self.servers = [ServerSlots(capacity) for capacity in capacities]
         self._server_of_group: dict[int, int] = {}
         self._waiters: list[_Waiter] = []

@@ -40,7 +40,7 @@ MAX_INFRASTRUCTURE_RETRIES = 3
 
 
 ATTEMPTS_OF_A_WORKER = 1000
-"""More than the retries of a sample in one worker, so that another worker uses other request ids."""
+"""More than a sample's retries in one worker, so that another worker uses other request ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RolloutSettings:
     max_infrastructure_retries: int
     for_eval: bool = False
     interleaved: bool = True
-    """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
+    """Whether later turns extend the token ids of earlier ones (`interleaved_rollouts`) instead of rendering again."""
 
     @classmethod
     def from_config(cls, config: TelescopeConfig, stops: Stops = NO_STOPS) -> RolloutSettings:
@@ -105,7 +105,7 @@ class RolloutTask:
     lost: tuple[int, ...] = ()
     """Sampled tokens, as far as known, in each rollout worker that was lost while it ran this sample."""
     payload: Any = None
-    """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
+    """Further data of the prompt besides its ids (`GenerateRequest.payload`)."""
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
@@ -178,9 +178,9 @@ class Rollout:
         self._in_engine: dict[str, tuple[int, int]] = {}
         """Server of each running request, and the policy version that it had when the request was sent."""
         self._num_sampled = 0
-        """Turns that the rollout has asked for since it began."""
+        """Number of turns that the rollout has asked for since it began."""
         self._kept: Lease | None = None
-        """Slot of the last turn, which is kept while the environment replies."""
+        """Slot of the last turn, if it is kept while the environment replies."""
         self._running: asyncio.Task[Any] | None = None
 
     @property

@@ -19,10 +19,10 @@ GAUGE_SECONDS = 5.0
 """Interval of the gauges."""
 
 NAMES = {"execute": "exec", "upload_bytes": "upload", "upload_file": "upload", "read_bytes": "read"}
-"""Names of operations in the record; a method that is not here keeps its own."""
+"""Names of operations in the record. Other methods keep their own names."""
 
 TOTALS = {"create": "sandbox_creates_total", "exec": "sandbox_execs_total"}
-"""Gauges that count operations without failure."""
+"""Gauges that count successful operations."""
 
 
 @dataclass(slots=True)

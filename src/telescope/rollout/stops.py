@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from telescope.rollout.rendering import Renderer
 
 ANSWER = "0telescope0answer0"
-"""Stands for an answer while the template is rendered: text that no template trims, splits or parses."""
+"""Placeholder for a completion while the template is rendered: text that no template trims, splits or parses."""
 REPLY = "0telescope0reply0"
-"""Stands for the message after it."""
+"""Placeholder for the message after it."""
 
 
 @dataclass(frozen=True, slots=True)

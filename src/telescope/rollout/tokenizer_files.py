@@ -28,18 +28,18 @@ FILES = (
 """Files of a model that are read here or by a renderer."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-"""Values of `tokenizer_class`, without "Fast", for which transformers uses tokenizer.json as it is written."""
+"""Values of `tokenizer_class`, without "Fast", for which transformers uses tokenizer.json unchanged."""
 PLAIN_MODELS = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid", "internlm2", "jamba", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe",
     "stablelm",
 )  # fmt: skip
-"""Values of `model_type` for which it does so whatever the class."""
+"""Values of `model_type` for which transformers does so, whatever the class."""
 CLASS_OF_MODEL = {"qwen2": "Qwen2Tokenizer", "hyperclovax_vision_v2": "GPT2Tokenizer"} | dict.fromkeys(
     ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"
 )
-"""Values of `model_type` whose class transformers takes whatever `tokenizer_class` says."""
+"""Values of `model_type` whose class transformers uses, whatever `tokenizer_class` says."""
 END = "<|endoftext|>"
 DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"unk": END, "eos": END, "pad": END},
@@ -51,9 +51,9 @@ DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "CohereTokenizer": {name: f"<{name.upper()}>" for name in ("unk", "pad", "cls", "sep")}
     | {"bos": "<BOS_TOKEN>", "eos": "<|END_OF_TURN_TOKEN|>", "mask": "<MASK_TOKEN>"},
 }
-"""Special tokens of a class, where tokenizer_config.json names none."""
+"""Default special tokens of a class, if tokenizer_config.json names none."""
 PIECES = ("GemmaTokenizer", "LlamaTokenizer")
-"""Classes whose vocabulary has pieces of text with "▁" for a space. The others have bytes."""
+"""Classes whose vocabulary has text pieces with "▁" for a space. The others have bytes."""
 QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_LETTERS = {"Qwen2Tokenizer": (r"\p{L}", r"\p{L}"), "Qwen3_5Tokenizer": (r"[\p{L}\p{M}]", r"\p{L}\p{M}")}
 

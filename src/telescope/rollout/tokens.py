@@ -24,10 +24,10 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that names none, as in transformers."""
 MARKS_BEHIND_SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""What `clean_up_tokenization_spaces` writes without spaces, in this order."""
+"""Texts from which `clean_up_tokenization_spaces` removes spaces, in this order."""
 RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length", "return_tensors",
                   "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
-"""Options of `apply_chat_template`, besides the template's variables, that are left to transformers."""
+"""Options of `apply_chat_template` that only transformers implements."""
 
 _compiled = lru_cache(maxsize=16)(compile_template)
 

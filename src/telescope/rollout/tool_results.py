@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from telescope.rollout.rendering import Renderer
 
 MARK = "0telescope{}called0"
-"""Stands for the call of the answer at a position."""
+"""Placeholder for the call of the completion at a position."""
 _QUESTION = {"role": "user", "content": "Why?"}
 _RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
 

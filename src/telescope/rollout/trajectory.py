@@ -49,7 +49,7 @@ class Turn:
     replies: list[tuple[str, ...]] = field(default_factory=list)
     divergence: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Calls in this answer, as `ToolCall.record` has them."""
+    """Calls in this completion, as `ToolCall.record` returns them."""
     server: int = -1
     slot: int = -1
 
@@ -63,7 +63,7 @@ class Totals:
     num_completion_tokens: int
     num_environment_tokens: int
     longest_answer: int
-    """Tokens of the longest answer."""
+    """Tokens of the longest completion."""
     finish_reason: str
     version_range: tuple[int, int]
     divergences: dict[str, int]
@@ -96,18 +96,18 @@ class Trajectory:
     penalty: float = 0.0
     """Overlong penalty, subtracted from the training reward."""
     compression_ratio: float = 0.0
-    """Bytes of its text over those of their zlib compression: prose 2 to 3, a loop over 10. 0 until it is scored."""
+    """Its text's `compression_ratio`: prose 2 to 3, a loop over 10. 0 until it is scored."""
     chat_rewards: dict[str, float] = field(default_factory=dict)
     """Rewards of conversations that have their own."""
     num_infrastructure_retries: int = 0
     failed_requests: list[int | None] = field(default_factory=list)
-    """Tokens of each failed request; None where the engine ended before it reported them."""
+    """Tokens of each failed request. None if the engine ended before it reported them."""
     lost_conversations: list[int] = field(default_factory=list)
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
-    """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
+    """Further data of its tokens besides their ids (`GenerateRequest.payload`)."""
     folded: Totals | None = None
-    """Numbers of its turns, once it is folded."""
+    """Totals over its turns, once it is folded."""
     parts: list[TrainSample] = field(default_factory=list)
     """Its sequences, once it is folded."""
     rows: dict[str, Batch] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class Conversation(Protocol):
     """The environment's side of a rollout in turns."""
 
     has_state: bool
-    """A failure of the infrastructure loses it. Without, the environment replies to the same answer again."""
+    """Whether an infrastructure failure loses a state. If not, the environment replies to the same completion again."""
 
     async def begin(self) -> list[int]:
         """Returns the token ids of the first prompt."""

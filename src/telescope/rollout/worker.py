@@ -25,7 +25,7 @@ from telescope.rollout.sample_rows import encode_rows
 from telescope.sandbox.activity import SAMPLE
 
 MANY_EVENTS = 32
-"""Events for which a report does not wait any longer."""
+"""Number of events at which a report waits no longer."""
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ class Activity:
 
     spans: list[SandboxSpan] = field(default_factory=list)
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """Spans by kind, provider and error, with those that were dropped."""
+    """Number of spans by kind, provider and error, including dropped spans."""
     alive: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Ids of sandboxes by provider."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -26,16 +26,16 @@ from telescope.sandbox.errors import SandboxError
 R = TypeVar("R")
 
 MAX_OUTPUT_BYTES = 2**20
-"""Bytes of each stream that a command returns; the middle of a longer one is cut out."""
+"""Most bytes that a command returns of each stream. The middle of a longer stream is cut out."""
 
 MAX_FILE_BYTES = 64 * 2**20
 """Largest file that is read from a sandbox."""
 
 ENDPOINT_PORT = 8000
-"""Port of a local sandbox's own loopback that shows the agents' endpoint."""
+"""Port on a local sandbox's loopback for the agents' endpoint."""
 
 ENVIRONMENT_NAMES = {"image": "docker_image", "timeout_seconds": "timeout_minutes"}
-"""Fields of a configuration whose argument of environments has another name."""
+"""Fields of a configuration that have another name as arguments of environments."""
 
 
 @dataclass
@@ -94,11 +94,11 @@ class SandboxProvider(ABC):
     """A service that runs sandboxes. Subclass it, and name the class by its dotted path in `get_provider`."""
 
     name: ClassVar[str] = ""
-    """Name in records; the class's unless set."""
+    """Name in records, by default the class's."""
     creates_per_second: ClassVar[float] = 1000.0
-    """Rate of creation that the service allows."""
+    """Most creations per second that the service allows."""
     is_reusable: ClassVar[bool] = True
-    """Whether creating is so slow that a pool hands out a sandbox again."""
+    """Whether creation is so slow that a pool reuses sandboxes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -18,12 +18,12 @@ class CloudSandboxProvider(RemoteSandboxProvider):
     """A provider that uses an SDK. Without `api_key` the SDK finds the key itself."""
 
     modules: ClassVar[tuple[str, ...]]
-    """Names of the SDK's module, the preferred one first."""
+    """Possible names of the SDK's module, in order of preference."""
     package: ClassVar[str]
     key_variables: ClassVar[tuple[str, ...]]
-    """Environment variables, one of which has the key."""
+    """Environment variables that may have the key."""
     key_file: ClassVar[str] = ""
-    """File in the home folder that may have it instead."""
+    """File in the home folder that may have the key instead."""
 
     def __init__(self, api_key: str | None = None) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from telescope.sandbox.errors import SandboxCommandTimeoutError, SandboxError, S
 CHECK_SECONDS = 3600
 """Deadline of a check. A service may build an image first."""
 CALL_SECONDS = 5
-"""What a call may take beyond its command, over the network."""
+"""Time that a call may take in addition to its command, because of the network."""
 
 MAX_CREATES_AT_ONCE = 32
 CREATES_AT_ONCE = {"docker": 16, "podman": 16, "prime": 8, "daytona": 8, "e2b": 4}

@@ -79,7 +79,7 @@ class LocalSandboxProvider(SandboxProvider):
         self._has_cgroups = are_usable()
         self._creating: dict[str, asyncio.Task[Any]] = {}
         self._sandboxes: dict[str, LocalSandbox] = {}
-        """By id, until they are destroyed."""
+        """Sandboxes by id, until they are destroyed."""
         self._has_warned = False
         self._code = os.memfd_create("exec_server.py")
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of the start time

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 CREATE_ATTEMPTS = 5
 DESTROY_ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
-"""Pause after a first failure; doubled after each."""
+"""Pause after the first failure, doubled after each further one."""
 CHECK_SECONDS = 10.0
-"""A sandbox that was ready for longer is checked before it is used."""
+"""A sandbox that has been ready for longer is checked before use."""
 LEAST_LIFE = 0.25
 """Share of its life that a sandbox must have left to be handed out."""
 
@@ -62,7 +62,7 @@ class GenericSandboxPool:
         """Sandboxes that are ready, and errors of failed creations."""
         self.in_use_sandboxes: set[SandboxHandle] = set()
         self.all_sandboxes: dict[SandboxHandle, float] = {}
-        """When each was created, by `time.monotonic()`."""
+        """Creation time of each sandbox, by `time.monotonic()`."""
         self._reuse = provider.is_reusable if reuse is None else reuse
         self._ready_since: dict[SandboxHandle, float] = {}
         self._creating = asyncio.Semaphore(max_concurrent_creates)

@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 LABEL = "telescope_run"
 MAX_INLINE_BYTES = 24_000
-"""Longer commands are uploaded: a service takes 64 kB in a command line, and quotes grow when they are quoted."""
+"""Longer commands are uploaded: a service accepts 64 kB in a command line, and quoting makes commands longer."""
 GRACE_SECONDS = 10
-"""What a service has beyond the command's own deadline, so that the script reports first."""
+"""Extra time for a service after the command's own deadline, so that the script reports first."""
 POLL_SECONDS = (0.5, 5.0)
-"""First and longest pause between two questions for a detached command."""
+"""First and longest pause between two polls of a detached command."""
 
 # Both children lead a session, so that a signal reaches their groups. Background processes of the command live on.
 _RUN = """
@@ -75,15 +75,15 @@ class RemoteSandboxProvider(SandboxProvider):
     """A provider that runs scripts. Subclasses implement `_start`, `_run`, `_upload`, `_destroy` and `_find`."""
 
     default_image: ClassVar[str | None] = "python:3.12-slim"
-    """Image where neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
+    """Image if neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
     detach_after: ClassVar[float] = 300
-    """Longest time limit of a command, in seconds, that waits in one call of the service."""
+    """Commands with a longer time limit, in seconds, are detached instead of waiting in one call of the service."""
     makes_folders: ClassVar[bool] = False
-    """Whether an upload takes any absolute path."""
+    """Whether an upload creates missing parent folders of any absolute path."""
     error_table: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
-    """Patterns of an SDK error's class and of its message, and our class. The first match counts."""
+    """Patterns for the class and message of an SDK error, and our class. The first match counts."""
     setup_hint: ClassVar[str] = ""
-    """How to get what the service needs: keys, quota."""
+    """How to get the keys and quota that the service needs."""
 
     def __init__(self) -> None:
         self._undoing: set[asyncio.Future[None]] = set()

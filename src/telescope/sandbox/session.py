@@ -10,7 +10,7 @@ from telescope.sandbox.errors import SandboxSetupError
 from telescope.sandbox.pool import GenericSandboxPool, SandboxHandle
 
 ENDPOINT_INSIDE = f"http://127.0.0.1:{ENDPOINT_PORT}"
-"""Where a local sandbox shows the endpoint."""
+"""URL of the endpoint inside a local sandbox."""
 
 
 class Sandbox:

@@ -19,10 +19,10 @@ from telescope.testing.replay import RECORDING, Replay
 
 LIVE = "demo"
 NUM_STEPS, NUM_STEPS_IN_ALL = 55, 400
-"""Steps of the live run at the start, and those that it claims to train."""
+"""Steps of the live run at the start, and in total."""
 
 END_SECONDS, LOOK_SECONDS = 5.0, 1.0
-"""Time for the end of the process, and between two writes of the live run."""
+"""Time for the process to end, and between two writes of the live run."""
 
 
 @contextmanager

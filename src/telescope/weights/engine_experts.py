@@ -24,9 +24,9 @@ from telescope.weights.fingerprint import Slice, Slices, as_matrix_shape
 
 GATE_UP, DOWN = "w13_weight", "w2_weight"
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What checkpoints call the matrices of an expert: gate, up, down."""
+"""Names of an expert's matrices in checkpoints: gate, up, down."""
 FUSED = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
-"""What they call one tensor of all experts, as the engine's own table renames it."""
+"""Names of one tensor with all experts, as the engine's own table renames them."""
 ROUTED = "routed_experts"
 """The module with the parameters, inside the module of the trainer's names."""
 
@@ -37,7 +37,7 @@ EXCHANGED_LAYOUTS = ("FLASHINFER_CUTLASS",)
 PACKED_LAYOUTS = ("CPU",)
 """Kernels that pack the parameters in place, if the processor has the instructions."""
 BOUND_IN = {GATE_UP: "gate_up_linear", DOWN: "down_linear"}
-"""Without those instructions vLLM 0.26 computes with functions bound to the matrices as last loaded."""
+"""Without these instructions vLLM 0.26 computes with functions bound to the matrices as last loaded."""
 
 DIGIT = 256
 """The base of the digits of an index."""

@@ -36,7 +36,7 @@ IDENTITY_ROWS = 256
 USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused modules that a model with experts in some layers does not always list."""
 SHARED_BY_VALUES = {"v_proj": "k_proj"}
-"""A projection that some layers do not have, and the one whose weights the engine uses for it (Gemma 4)."""
+"""Projections that some layers lack, and the projection whose weights the engine uses instead (Gemma 4)."""
 
 
 def engine_weights(

@@ -141,7 +141,7 @@ class Slice:
 
 
 Slices = list[tuple[str, Slice]]
-"""Tensors in a parameter, in the order of its rows. One that the parameter divides comes several times."""
+"""Tensors in a parameter, in the order of its rows. A tensor that the parameter divides comes several times."""
 
 
 def fingerprint_slices(

@@ -90,7 +90,7 @@ class UpdateInfo:
     shapes: list[list[int]]
     timeout_seconds: float
     background: bool = False
-    """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
+    """Whether the engine receives it while it samples (`weights.receiver`). The sender does the same in both cases."""
     verify: bool = False
     """Whether engines prepare to be compared with this update (`weights.engine_quantized`)."""
     folder: str = ""

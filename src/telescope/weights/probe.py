@@ -34,7 +34,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # Rounding of 2^-4 of weights and activations in every product of one side.
     "fp8_per_block": Tolerance(maximum=4.0, mean=0.3),
 }
-"""By what the engine computes in. They are wide because fingerprints detect stale weights."""
+"""Tolerances by the engine's dtype or quantization. They are wide because fingerprints detect stale weights."""
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:

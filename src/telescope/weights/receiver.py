@@ -133,7 +133,7 @@ def receive(
 
 
 _JOIN_SECONDS = 30.0
-"""Limit for the end of an aborted thread, which takes milliseconds."""
+"""Time limit for an aborted thread to end. It usually takes milliseconds."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
 
 NUM_ATTEMPTS = 3
-"""Answers of the agent that compacts, more than fit a small context."""
+"""Most answers of the compacting agent. They do not all fit a small context."""
 
 AGENTS = ("sdk", "checker", "compacting", "sandboxed")
 

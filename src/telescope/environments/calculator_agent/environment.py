@@ -24,7 +24,7 @@ REQUIRED_PACKAGES: list[str] = []
 
 DEFAULT_NUM_SAMPLES = 2_000
 RESULTS_KEY = "calculator_results"
-"""Key of `state.custom` that holds the values that the calculator has returned."""
+"""Key of `state.custom` with the values that the calculator has returned."""
 
 SYSTEM_PROMPT = "You do arithmetic with a calculator. You do not compute in your head."
 INSTRUCTION = (

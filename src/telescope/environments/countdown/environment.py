@@ -41,7 +41,7 @@ INSTRUCTION_PROMPT = (
 )
 
 _UNSET: Any = object()
-"""Distinguishes `system_prompt: null` (none) from a missing one (the default of the prompt style)."""
+"""Distinguishes `system_prompt: null` (none) from a missing argument (the default of the prompt style)."""
 
 
 class CountdownEnvironment(SingleTurnEnvironment):

@@ -154,7 +154,7 @@ MAX_DEPTH = 32
 """Deepest nesting of parentheses, which bounds the recursion."""
 _ALLOWED = re.compile(r"[-+*/() \t\n0-9]*")
 _TYPOGRAPHY = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\t": " ", "\n": " "})
-"""The signs of printed mathematics, and white space."""
+"""Replaces the signs of printed mathematics, and white space."""
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 

@@ -14,9 +14,9 @@ from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments besides the columns. The last four are what TRL adds; here they are empty."""
+"""Arguments besides the columns. TRL adds the last four; here they are empty."""
 HIDDEN = (ENV_NAME_KEY, ANSWERS_KEY, "prompt", "completion")
-"""Keys of the metadata that are not given; TRL gives the last two as prompts and completions."""
+"""Keys of the metadata that are not passed. TRL passes the last two as prompts and completions."""
 
 
 def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, columns: list[str]) -> None:

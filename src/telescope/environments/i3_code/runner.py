@@ -26,7 +26,7 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 """Size of a file that a test may write; longer output is an error of the test."""
 SHOWN_CHARACTERS = 300
 MAX_TIMEOUTS = 3
-"""Tests that may take too long before the rest counts as such, so that an answer that hangs is scored in time."""
+"""Timeouts after which the remaining tests count as timed out, so that a hanging answer is scored in time."""
 NOT_RUN = {"status": "timeout", "digest": "", "seconds": 0.0, "output": "", "stderr": "not run"}
 
 CALL = """

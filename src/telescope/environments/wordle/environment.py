@@ -24,7 +24,7 @@ OPTIONAL_PACKAGES = ["textarena"]
 
 WORD_LENGTH = 5
 GAME_KEY = "wordle"
-"""Key of `state.custom` that holds the game."""
+"""Key of `state.custom` with the game."""
 
 PROMPT = (
     "You are playing Wordle. A secret word of five letters has been chosen. You have {turns} attempts to guess it.\n"

@@ -30,7 +30,7 @@ from telescope.utils.frames import pack_frame, split_frame
 
 GENERATE_ROUTE = "/inference/v1/generate"
 NOT_FINITE = "Out of range float values are not JSON compliant"
-"""Message of vLLM's 400 when its answer has NaN or an infinity; the text comes from its JSON writer."""
+"""Message of vLLM's 400 when its response has NaN or an infinity. The text comes from its JSON writer."""
 PAUSE_ROUTE = "/pause"
 RESUME_ROUTE = "/resume"
 ABORT_ROUTE = "/abort_requests"
@@ -52,7 +52,7 @@ VERSION_SPANS_HEADER = "x-telescope-version-spans"
 """Header with `label:first_token` pairs, for engines that do not report spans."""
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind` for a whole answer. 0.32 assumes it on this route; 0.26 would build an answer of all
+"""vLLM's `RequestOutputKind` for a whole response. 0.32 assumes it on this route; 0.26 would build a response of all
 tokens so far for every token and discard all but the last."""
 
 INITIAL_LABEL = "default"
@@ -154,7 +154,7 @@ class _PromptAnswer(msgspec.Struct):
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
-"""Of expert numbers: uint16 for more than 256 experts."""
+"""Types of expert numbers: uint16 for more than 256 experts."""
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -226,7 +226,7 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server
 # --- answers as arrays ----------------------------------------------------------------------------------------------
 
 PACKED_TYPE = "application/x-telescope-generation"
-"""Media type of an answer of `pack_answer`; a client that reads it lists it in its `Accept` header."""
+"""Media type of a response from `pack_answer`. A client that reads it lists it in its `Accept` header."""
 
 
 class _PackedRest(msgspec.Struct):
