@@ -40,7 +40,7 @@ from telescope.errors import RunError, UserError
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """An answer of the model. `is_truncated`: it was cut off."""
+    """An answer of the model. `is_truncated`: the answer was cut off."""
 
     text: str
     is_truncated: bool = False

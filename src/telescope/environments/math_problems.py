@@ -1,6 +1,6 @@
-r"""Base of the mathematical environments: prompts, scoring, and shipped problems.
+"""Base of the mathematical environments: prompts, scoring, and shipped problems.
 
-Used by `hendrycks_math`, `dapo_math` and `deepscaler`, and by the evals of `telescope.evals.math_benchmark`.
+`hendrycks_math`, `dapo_math`, `deepscaler` and the evals of `telescope.evals.math_benchmark` use it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-r"""Compares mathematical answers in a child process that can be killed.
+"""Compares mathematical answers in a child process that can be killed.
 
 Answers go to SymPy, which may never finish with a few characters (`9^{9^{9^9}}`) and cannot be interrupted. So a child
-process parses and compares them. It is started at the first comparison; one that takes too long kills it, and the next
-one starts another. `main`, at the end of this file, runs in the child, everything above in the caller.
+process parses and compares them. It starts at the first comparison. A comparison that takes too long kills it, and the
+next comparison starts a new one. `main`, at the end of this file, runs in the child; everything above runs in the
+caller.
 
-The child reads JSON. For `[expected, answer]` it writes whether they are equal, for `[answer]` what it reads.
+The child reads JSON. For `[expected, answer]` it writes whether they are equal, for `[answer]` how it reads the answer.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class McpTool(Tool):
 
 
 class Server:
-    """An MCP server: a command that is started here, or a URL."""
+    """An MCP server: a command to start here, or a URL."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -76,7 +76,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     `tool_error_count` and `tools_by_name` (number of calls of each tool). The record names the sandbox whose handle an
     environment keeps in `sandbox` there.
 
-    Class attributes: `tool_timeout_seconds` bounds one call; `max_result_characters` cuts long results; `tool_role` is
+    Class attributes: `tool_timeout_seconds` limits one call; `max_result_characters` cuts long results; `tool_role` is
     the role of the responses ("user": one message for all results of a turn; "tool": one message per result, in the
     tool role of the chat template; None: "tool" where the tools go through the template); `tools_in_template` False
     keeps them in the system message. None keeps them there for a class with its own prompt, syntax or parser.

@@ -292,7 +292,7 @@ class EngineClient:
         data = msgspec.json.encode(body) if isinstance(body, dict) else body
         seconds = within or CONTROL_TIMEOUT_SECONDS
         try:
-            # A connection of its own: the server closes connections after some errors, and a sync must not fail on one
+            # A new connection: the server closes connections after some errors, and a sync must not fail on one
             # that is closing. Generation keeps its connections.
             async with asyncio.timeout(seconds), self._session(force_close=True) as session:
                 return (await self._exchange(session, method, route, data, f"{method} {route}"))[1]

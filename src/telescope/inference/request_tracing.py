@@ -64,7 +64,7 @@ def why_not_available() -> str | None:
 
 @contextmanager
 def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], None]) -> Iterator[TraceTarget | None]:
-    """Receives traces of requests while open. None if tracing is not available here."""
+    """Receives request traces inside the block. Yields None if tracing is not available here."""
     missing = why_not_available()
     if missing is not None:
         logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
@@ -150,7 +150,7 @@ class TraceReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing per message."""
+                """Logs nothing."""
 
         return Handler
 

@@ -49,7 +49,7 @@ class ServerInfo:
 
 @dataclass(slots=True)
 class ServerStatus:
-    """State of a server. `restarts` counts processes after the first; each loses the weights."""
+    """The state of a server. `restarts` counts processes after the first; each one loses the weights."""
 
     state: str
     restarts: int = 0

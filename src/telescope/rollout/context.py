@@ -50,7 +50,7 @@ class AgentRollout:
         endpoint: Endpoint,
         turns: Callable[[], Awaitable[RewardRecord]],
     ) -> None:
-        """`turns` is the turn loop."""
+        """Prepares the rollout. `turns` runs the turn loop."""
         self._turns = turns
         self._rollout = rollout
         self._environment = environment

@@ -389,23 +389,23 @@ class Lane:
 
     @property
     def used(self) -> list[int]:
-        """Request slots in use on each server."""
+        """Returns the number of request slots in use on each server."""
         states = [worker.lanes[self.name].used for worker in self.pool.workers if self.name in worker.lanes]
         return [sum(of_server) for of_server in zip(*states, strict=True)] or [0] * len(self.capacities)
 
     @property
     def num_used(self) -> int:
-        """Request slots in use."""
+        """Returns the number of request slots in use."""
         return sum(self.used)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a request slot."""
+        """Returns the number of samples that wait for a request slot."""
         return sum(worker.lanes[self.name].num_waiting for worker in self.pool.workers if self.name in worker.lanes)
 
     @property
     def idle_share(self) -> float:
-        """Share of running servers without a request, from 0 to 1."""
+        """Returns the share of running servers without a request, from 0 to 1."""
         used = [number for number, up in zip(self.used, self.up, strict=True) if up]
         return used.count(0) / len(used) if used else 0.0
 

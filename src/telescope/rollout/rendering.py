@@ -89,7 +89,7 @@ class TokenOutsideVocabularyError(ValueError):
 class Renderer:
     """A tokenizer and the options of its chat template.
 
-    `tokenizer` replaces the one of `spec.tokenizer_path`, and then no file is read.
+    `tokenizer` replaces the tokenizer at `spec.tokenizer_path`; then no file is read.
     """
 
     def __init__(self, spec: RendererSpec, tokenizer: Any = None) -> None:

@@ -74,7 +74,7 @@ class RolloutSettings:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 max_tokens=config.max_tokens,
-                # The engine's limit and, unless samples may be truncated, the trainer's: longer answers end with
+                # The engine's limit and, unless samples may be truncated, the trainer's: longer completions end with
                 # `length`.
                 max_context=config.max_model_len
                 if config.overlong_samples == "truncate"
@@ -115,7 +115,7 @@ def request_seed(run_seed: int | str, *identity: int | str) -> int:
 
 
 class Environments(Protocol):
-    """The environments of a rollout worker, by their keys. Calls raise `EnvironmentFailure` for faults of user code."""
+    """The environments of a rollout worker by key. Calls raise `EnvironmentFailure` for faults of user code."""
 
     @property
     def is_stuck(self) -> bool:

@@ -159,7 +159,7 @@ class MultiTurn:
         return await self._thread.run(self._respond(generation), f"{self._label}: respond")
 
     async def end(self) -> None:
-        # A task of its own, so that a cancelled rollout ends as well.
+        # A separate task, so that a cancelled rollout ends its state too.
         await asyncio.shield(self._thread.start(self._end(), f"{self._label}: end"))
 
     def _begin(self) -> Steps[list[int]]:

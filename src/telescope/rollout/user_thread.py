@@ -48,7 +48,7 @@ class UserThread:
         self._thread = ThreadPoolExecutor(1, "user code")
 
     def start(self, steps: Steps[Any], label: str) -> asyncio.Task[Any]:
-        """Runs a call in a task of its own."""
+        """Runs a call in a separate task."""
         task = asyncio.create_task(self.run(steps, label))
         self.started.add(task)
         task.add_done_callback(self.started.discard)

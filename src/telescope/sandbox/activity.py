@@ -49,7 +49,7 @@ class Activity:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, span: SandboxSpan) -> None:
-        """Adds a span, and updates which sandboxes are alive."""
+        """Records a span, and updates which sandboxes are alive."""
         with self._lock:
             if span.kind == "create" and not span.error:
                 self.alive[span.provider].add(span.sandbox_id)

@@ -1,4 +1,4 @@
-"""Base of the cloud providers: an SDK that is imported late, a key, and a client for each event loop."""
+"""Base of the cloud providers: imports an SDK late, finds the key, and keeps a client for each event loop."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ class CloudSandboxProvider(RemoteSandboxProvider):
 
     async def close(self) -> None:
         if client := self._clients.pop(asyncio.get_running_loop(), None):
-            await (client.aclose if hasattr(client, "aclose") else client.close)()  # SDKs differ
+            await (client.aclose if hasattr(client, "aclose") else client.close)()  # depends on the SDK

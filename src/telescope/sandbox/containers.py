@@ -96,7 +96,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
         return result
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
-        # not `cp`, which does not write below a tmpfs
+        # not `cp`, which cannot write below a tmpfs
         command = ("sh", "-c", 'cat >"$1"', "sh", path)
         await self._checked("exec", "--interactive", handle.id, *command, content=content)
 
@@ -109,14 +109,14 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
 
 
 class DockerSandboxProvider(ContainerSandboxProvider):
-    """Runs containers of docker."""
+    """Runs containers with docker."""
 
     program = "docker"
     setup_hint = "Install it (https://docs.docker.com/engine/install), start it, and let this user use it."
 
 
 class PodmanSandboxProvider(ContainerSandboxProvider):
-    """Runs containers of podman, which needs no daemon."""
+    """Runs containers with podman, which needs no daemon."""
 
     program = "podman"
     setup_hint = "Install it: apt-get install podman   (or: https://podman.io/docs/installation)"

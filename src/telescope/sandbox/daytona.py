@@ -74,7 +74,7 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
         await (await self._sandbox(handle)).fs.upload_file(content, path)
 
     async def _destroy(self, handle: SandboxHandle) -> None:
-        await (await self.client.get(handle.id)).delete()  # of this loop's client
+        await (await self.client.get(handle.id)).delete()  # with this loop's client
 
     async def _find(self, run: str) -> list[SandboxHandle]:
         query = self.sdk.ListSandboxesQuery(labels={LABEL: run})

@@ -40,7 +40,7 @@ class SandboxLedger:
 
     @property
     def run(self) -> str:
-        """The label of the run's sandboxes."""
+        """Returns the label of the run's sandboxes."""
         if self.path is None:
             return ""
         folder = self.path.parent.resolve()
@@ -65,7 +65,7 @@ class SandboxLedger:
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # on another node than the driver's
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # it may not exist on other nodes
         with open(self.path, "ab", buffering=0) as file:  # one write per line, so lines of processes do not mix
             file.write(json.dumps(row).encode() + b"\n")
 

@@ -85,7 +85,7 @@ class LocalSandboxProvider(SandboxProvider):
         with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of the start time
             compiled = py_compile.compile(exec_server.__file__, f"{folder}/exec_server.pyc", doraise=True)
             os.write(self._code, Path(str(compiled)).read_bytes())
-        # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
+        # A separate thread: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="sandboxes", daemon=True)

@@ -187,7 +187,7 @@ class GenericSandboxPool:
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
             if self._num_waiting > self.ready_queue.qsize():
-                asyncio.get_running_loop().call_soon(self._refill)  # for the others that wait
+                asyncio.get_running_loop().call_soon(self._refill)  # for other waiting calls
         finally:
             self._num_creating -= 1
 

@@ -49,7 +49,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
-            network_allowlist=None if extra.get("network") else [],  # [] is how the SDK says deny all
+            network_allowlist=None if extra.get("network") else [],  # [] denies all
             idempotency_key=name,
         )
         try:

@@ -48,7 +48,7 @@ GRACE_SECONDS = 10
 POLL_SECONDS = (0.5, 5.0)
 """First and longest pause between two polls of a detached command."""
 
-# Both children lead a session, so that a signal reaches their groups. Background processes of the command live on.
+# Both children lead a session, so that a signal reaches their groups. Background processes keep running.
 _RUN = """
 shell=$(command -v bash || command -v sh)
 ( cd -- {folder} && exec setsid "$shell" {work}/command ) >{work}/out 2>{work}/err </dev/null &

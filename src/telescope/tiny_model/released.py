@@ -92,7 +92,7 @@ def _convert_here(gguf: Path, folder: Path) -> None:
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    # Vocabulary and merges are right in every release. transformers 5.17 takes the begin token for the end token and
+    # Vocabulary and merges are right in every release. transformers 5.17 uses the begin token as the end token and
     # decodes like SentencePiece; no release knows that SmolLM2 separates digits.
     backend = read.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -259,7 +259,7 @@ def _build_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_WATCHDOG
-        # Errors are to be raised. By default an aborted collective ends the process.
+        # Errors must be raised. By default an aborted collective ends the process.
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
         os.environ[name] = "0"

@@ -9,7 +9,7 @@ layers cannot be read back: `engine_quantized` computes what they must contain.
 Invariants:
 - The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
   weight loader, so that a fault of the loader is detected.
-- The values are those that the forward pass uses. If a layer multiplies with a packed copy, the copy is read by
+- The forward pass uses the same values. If a layer multiplies with a packed copy, the copy is read by
   multiplying it with the identity through the layer's own operator. A row of the identity selects one column and all
   other products are zero, so the result is that column exactly: 1 x w plus zeros is not rounded in any float type.
   Plain parameters (GPU, embeddings, norms, biases) are read directly.

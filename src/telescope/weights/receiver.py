@@ -178,7 +178,7 @@ class OverlappedReceive:
     def _run(self) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # of this thread
+                torch.cuda.set_device(self.device)  # the device of this thread
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 self._report = receive(

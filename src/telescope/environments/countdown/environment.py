@@ -2,7 +2,7 @@
 
 An answer is right when the last `<answer>...</answer>` contains an expression that uses every given number exactly
 once, with allowed operators only, and equals the target exactly. Its form is right when there is exactly one such pair
-of tags, nothing follows it, and its content parses. `arithmetic` parses and evaluates expressions.
+of tags, nothing follows it, and its content parses. `puzzles` parses and evaluates expressions.
 """
 
 from __future__ import annotations

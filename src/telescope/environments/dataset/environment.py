@@ -1,7 +1,7 @@
-r"""Trains on rows of one's own: a file, a folder or a dataset of the hub, without code.
+"""Trains on your own rows, without code: a file, a folder or a dataset of the hub.
 
-Rows of verl, GSM8K, MATH and TRL are recognized; others name their columns. The reward compares the answer of a
-completion with that of its row, or is a function with the signature of TRL's reward functions.
+Rows of verl, GSM8K, MATH and TRL are recognized; for other rows the arguments name the columns. The reward compares the
+answer in a completion with the row's answer, or is a function with the signature of TRL's reward functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls reward functions with the signature of TRL: `f(prompts, completions, **columns) -> list[float]`."""
+"""Calls reward functions with TRL's signature: `f(prompts, completions, **columns) -> list[float]`."""
 
 from __future__ import annotations
 

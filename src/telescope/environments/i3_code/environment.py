@@ -3,7 +3,7 @@
 Problems come from the hub (`PrimeIntellect/INTELLECT-3-RL`, subset `code`), or are the 60 that ship with Telescope. The
 tests of an answer run in one command: `runner.py` gets the program and the inputs, and reports digests of the outputs.
 Expected outputs never enter the sandbox, so an answer can only pass by computing them. A sandbox that fails is replaced
-once; then the sample is masked.
+once; if the second one fails too, the sample is masked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Procedural tasks of the package reasoning-gym: `reasoning_gym:chain_sum`.
 
-Questions and scores are the package's. Some of its scores evaluate the model's answer as Python; those are made safe
-here, because code that a model writes may not run outside a sandbox.
+Questions and scores are the package's. Some of its scores evaluate the model's answer as Python. They are made safe
+here, because code that a model writes must not run outside a sandbox.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Games of the package textarena: `textarena:TicTacToe-v0`.
 
-The policy plays all players, each in a conversation of its own with its own reward, or one against an `opponent`.
-Games draw from Python's shared random numbers; each rollout has its own state of them, so a seed decides a game.
+The policy plays all players, each in a separate conversation with its own reward, or one player against an `opponent`.
+Games draw from Python's shared random numbers; each rollout has its own random state, so a seed determines a game.
 """
 
 from __future__ import annotations

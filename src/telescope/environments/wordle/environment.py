@@ -1,8 +1,8 @@
-"""Wordle: guess a secret word of five letters. A response colors the letters of a guess.
+"""Wordle: guess a secret word of five letters. The response colors the letters of a guess.
 
-The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are those of TextArena's
-Wordle, without its module-level state. A guess is the one word in square brackets of an answer; an answer with none,
-with several, or with another number of letters uses up a turn and reveals nothing.
+The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are the same as in
+TextArena's Wordle, without its module-level state. A guess is the only word in square brackets in an answer. An answer
+with no such word, with several, or with another number of letters uses up a turn and reveals nothing.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def encode_abort(request_ids: list[str]) -> bytes:
     return msgspec.json.encode({"request_ids": [engine_request_id(r) for r in request_ids]})
 
 
-# --- answers --------------------------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------------------------
 
 
 class _LogprobEntry(msgspec.Struct, gc=False):
@@ -161,7 +161,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 @dataclass(slots=True)
 class LabelledAnswer:
-    """A `Generation` with weight labels: (label, first token) pairs, or None where the server reports none."""
+    """A `Generation` with weight labels: (label, first token) pairs, or None if the server reports none."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -223,7 +223,7 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server
     )
 
 
-# --- answers as arrays ----------------------------------------------------------------------------------------------
+# --- responses as arrays --------------------------------------------------------------------------------------------
 
 PACKED_TYPE = "application/x-telescope-generation"
 """Media type of a response from `pack_answer`. A client that reads it lists it in its `Accept` header."""

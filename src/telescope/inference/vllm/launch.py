@@ -279,7 +279,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         }
         if config.inference_tensor_parallel_size == 1:
             # Runs the worker in the engine's process, as on a GPU: a server starts in two thirds of the time. vLLM uses
-            # a process of its own on the CPU to bind OpenMP's threads for it, which "nobind" skips.
+            # a separate process on the CPU to bind OpenMP's threads for it, which "nobind" skips.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if config.inference_tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # The workers of a server are on one host; gloo would listen on the address of the host's name.

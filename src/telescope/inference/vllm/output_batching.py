@@ -75,7 +75,7 @@ class OutputBatcher:
 
     @property
     def num_buffered(self) -> int:
-        """Number of requests with buffered outputs."""
+        """Returns the number of requests with buffered outputs."""
         return len(self._buffered)
 
     def buffer(self, messages: dict[int, Any], may_wait: Callable[[Any], bool]) -> None:
