@@ -295,7 +295,7 @@ class Environment(Dataset):
         return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: sample.answer} if sample.answer else {})
 
     async def check_resources(self) -> None:
-        """Checks the resources. Awaited once before a run, in a separate process. Raises `UserError` if one is bad."""
+        """Checks the resources. Awaited once before a run, in its own process. Raises `UserError` if one is missing."""
         if self.judge is not None:
             await self.judge.check()
 
@@ -362,8 +362,8 @@ class SingleTurnEnvironment(Environment):
         """Returns the text that the model continues.
 
         `tokenizer` is any object with transformers' `apply_chat_template`, which also receives `chat_template_kwargs`.
-        `add_thinking_prefix` None means the environment's setting. Without a chat template (`uses_chat_template =
-        False`) the messages are joined by blank lines.
+        `add_thinking_prefix` None means the environment's setting. If `uses_chat_template` is False, the messages are
+        joined by blank lines.
         """
         messages = self.build_messages(question)
         if self.uses_chat_template:

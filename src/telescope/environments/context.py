@@ -248,7 +248,7 @@ class RolloutContext(Chat):
     def __init__(self, services: Services, deadline: float) -> None:
         super().__init__(services)
         self.deadline = deadline
-        """Time limit of the rollout, by `time.monotonic()`."""
+        """Deadline of the rollout, in seconds of `time.monotonic()`."""
         self.cancelled = False
         """Whether the rollout has ended, so that its completions are no longer needed."""
         self.chats: dict[str, Chat] = {}

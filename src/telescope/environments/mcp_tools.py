@@ -66,7 +66,7 @@ class McpTools(ToolEnvironment):
 
 
 class McpTool(Tool):
-    """A tool of an MCP server. The server checks the arguments."""
+    """A tool of an MCP server, which checks the arguments itself."""
 
     def __init__(self, server: Server, declared: Any, name: str) -> None:
         async def call(**arguments: Any) -> ToolResult:

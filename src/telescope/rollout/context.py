@@ -175,7 +175,7 @@ class AgentRollout:
         return answer
 
     def _drop(self, answer: Answer) -> None:
-        """Excludes a completion that no client has read from training."""
+        """Excludes from training a completion that no client has read."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
 

@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
-    """Refuses fields with other values, which would change the completion."""
+    """Refuses a request with other values of these fields, which would change the completion."""
     for name, values in accepted.items():
         if (value := body.get(name)) is not None and value not in values:
             message = f"Unsupported value: '{name}' does not support {json.dumps(value)[:200]} with this model."

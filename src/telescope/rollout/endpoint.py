@@ -254,7 +254,7 @@ class Endpoint:
 async def _answer(
     request: web.BaseRequest, rollout: _Rollout, pending: _Pending, write: Callable[[Answer], bytes], is_stream: bool
 ) -> web.StreamResponse:
-    """Sends the response to a call. A streaming client gets keep-alive events until it is ready."""
+    """Sends the response to a call. A streaming client gets comments as keep-alive until it is ready."""
     response = web.StreamResponse()
     response.content_type = "text/event-stream" if is_stream else _JSON
     task = pending.task

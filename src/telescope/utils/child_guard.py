@@ -1,7 +1,7 @@
 """Kills an engine's processes when the process that started them exits.
 
-Owns `die_with` (called inside every vLLM process) and the shim between `InferenceServer` and vLLM (run with `python
--m`). Imports only the standard library, because the shim stays in memory beside every server.
+Owns `die_with`, which is called inside every vLLM process, and the shim between `InferenceServer` and vLLM, which is
+run with `python -m`. Imports only the standard library, because the shim stays in memory beside every server.
 
 The shim leads a new session, hence one process group for the whole engine. It polls its parent's pid, so the group is
 killed however the supervisor exits, even by SIGKILL. Linux's parent-death signal does not suffice there, because it
