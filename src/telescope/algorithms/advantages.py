@@ -1,7 +1,7 @@
 """Computes advantages from the rewards of a whole training batch.
 
-Owns group statistics and whitening over the batch. Runs in the driver, in numpy, over the samples of all ranks: batch
-statistics of one rank's share would differ from those of the batch.
+Owns group statistics and whitening over the batch. Runs in the driver, in numpy, over the samples of all ranks, because
+statistics of one rank's share would differ from the batch's.
 
 Invariants: a masked sample (no trained token, or a reward that is not a finite number) enters no statistic and gets 0.
 A group whose rewards are all equal gets exactly 0. A group of one keeps its reward, because it has no baseline.
@@ -27,7 +27,7 @@ class ScoredSample(Protocol):
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens of the sample that enter the loss."""
+        """Returns the number of the sample's tokens that enter the loss."""
         ...
 
 
@@ -37,7 +37,7 @@ def is_masked(sample: ScoredSample) -> bool:
 
 
 def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm: AdvantageNorm) -> np.ndarray:
-    """Computes advantages of one group's unmasked rewards, [n] -> [n]. They are float64, not yet whitened."""
+    """Computes the advantages of one group's unmasked rewards, [n] -> [n], in float64 and not yet whitened."""
     if rewards_n.size == 1:
         return rewards_n.copy()
     if rewards_n.min() == rewards_n.max():
@@ -46,7 +46,7 @@ def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm
 
 
 def whiten(advantages_M: np.ndarray) -> np.ndarray:
-    """Whitens over the batch: (A - mean) / (std + 1e-4). std has ddof = 1. Equal values give 0."""
+    """Whitens over the batch: (A - mean) / (std + 1e-4), std with ddof = 1. Equal values give 0."""
     if advantages_M.size < 2 or advantages_M.min() == advantages_M.max():
         return np.zeros_like(advantages_M)
     return (advantages_M - advantages_M.mean()) / (advantages_M.std(ddof=1) + STD_EPSILON)
@@ -77,7 +77,7 @@ def compute_advantages(
         unmasked = np.sort(np.concatenate([np.array(p) for p in members.values()]))
         advantages[unmasked] = whiten(advantages[unmasked])
         for positions in members.values():
-            # Groups of one are not centered and move the mean of the batch; equal rewards must stay at 0 nevertheless.
+            # Groups of one are not centered and move the batch's mean, but equal rewards must stay at 0.
             if len(positions) > 1 and len({samples[p].reward for p in positions}) == 1:
                 advantages[positions] = 0.0
     for sample, advantage in zip(samples, advantages, strict=True):

@@ -60,7 +60,7 @@ Baseline = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(slots=True, frozen=True)
 class Algorithm:
-    """One row of the table in `docs/algorithms.md`."""
+    """An algorithm: one row of the table in `docs/algorithms.md`."""
 
     baseline: Baseline
     token_loss: TokenLoss
@@ -71,24 +71,24 @@ class Algorithm:
 
 
 def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
-    """Computes logp - ref of each token, clamped to +-20."""
+    """Computes each token's logp - ref, clamped to +-20."""
     return (tokens.logp_N - tokens.ref_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
 
 
 def clipped_surrogate(ratio_N: torch.Tensor, advantage_N: torch.Tensor, config: Any) -> torch.Tensor:
-    """Computes -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) of each token."""
+    """Computes each token's -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)."""
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return -(ratio_N * advantage_N).minimum(clipped_N * advantage_N)
 
 
 def clipped_sides(ratio_N: torch.Tensor, advantage_N: torch.Tensor, config: Any) -> ClipSides:
-    """Returns which tokens that surrogate clips: below for A < 0, above for A > 0."""
+    """Returns which tokens `clipped_surrogate` clips: at the lower bound for A < 0, at the upper for A > 0."""
     low_N = (ratio_N < 1.0 - config.clip_low) & (advantage_N < 0)
     return low_N, (ratio_N > 1.0 + config.clip_high) & (advantage_N > 0)
 
 
 def mean_over_sample(values_N: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-    """Computes the mean over each sample's trained tokens, [N] -> [N]. It is repeated for each token.
+    """Computes the mean over each sample's trained tokens, repeated for each token, [N] -> [N].
 
     A sample is never split over micro-batches, so its mean is complete.
     """

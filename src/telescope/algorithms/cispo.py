@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def clipped_weight_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes -sg(clip(rho)) A logp of each token."""
+    """Computes each token's -sg(clip(rho)) A logp."""
     weight_N = clamped_delta(tokens).detach().exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return -weight_N * tokens.advantage_N * tokens.logp_N
 
 
 def clipped_weights(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Returns which weights are clipped. Such a token still contributes a gradient."""
+    """Returns which weights are clipped. These tokens still contribute a gradient."""
     ratio_N = clamped_delta(tokens).exp()
     return ratio_N < 1.0 - config.clip_low, ratio_N > 1.0 + config.clip_high
 

@@ -2,7 +2,7 @@
 
 As implemented: A = r - mean, not divided by the standard deviation, which would give most weight to very easy and very
 hard prompts; loss of a token -A logp. `dr_grpo_loss_agg_mode: token_sum_norm` divides the sum by samples x
-`max_tokens`, which does not depend on the lengths of answers; `token_mean` divides by trained tokens.
+`max_tokens`, which does not depend on the lengths of completions; `token_mean` divides by trained tokens.
 """
 
 from telescope.algorithms.base import Algorithm

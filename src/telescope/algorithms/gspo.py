@@ -1,8 +1,8 @@
-"""GSPO: one ratio for the whole answer (arXiv 2507.18071).
+"""GSPO: one ratio for the whole completion (arXiv 2507.18071).
 
-As implemented: advantages as GRPO; s = exp(mean over the sample's trained tokens of delta); loss of a sample
--min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), divided by samples. The sequence ratio stays close to 1: the paper's
-bounds are 3e-4 and 4e-4, and the configuration's defaults, meant for token ratios, never clip it.
+As implemented: advantages as GRPO; s = exp(mean over the sample's trained tokens of delta); loss of a sample -min(s A,
+clip(s, 1 - clip_low, 1 + clip_high) A), divided by samples. The sequence ratio stays close to 1: the paper's bounds are
+3e-4 and 4e-4, and the configuration's defaults, meant for token ratios, never clip it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     policy    the algorithm's loss, or PPO's clipped ratio instead
     x weight  truncated importance sampling
     + penalty KL to the rollout policy, entropy bonus
-    x mask    answers whose mean ratio is out of bounds contribute nothing
+    x mask    completions whose mean ratio is out of bounds contribute nothing
 
 Invariants: an importance ratio is applied once. If the loss has a ratio to the trainer's logprobs at the start of the
 batch, the weight covers the rest, from there to the engine; if it has none, the weight covers everything. The
@@ -22,9 +22,9 @@ The modifiers are pure functions of the trained tokens. All are off by default.
   metric `kl_divergence_inference`; GRPO's penalty has the inverse ratio and a reference model.
 - `use_ppo_clip`, PPO's clipped ratio instead of the plain policy gradient (arXiv 1707.06347): loss of a token
   -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). Asymmetric bounds: DAPO (arXiv 2503.14476). `clip_ratio_c` = c
-  adds the dual clip (arXiv 1912.09729): for A < 0 the loss is at most -c A, which bounds the gradient of an answer that
-  has become much more likely.
-- `seq_is_masking`: an answer whose geometric mean of token ratios, exp(mean over its trained tokens of delta), is
+  adds the dual clip (arXiv 1912.09729): for A < 0 the loss is at most -c A, which bounds the gradient of a completion
+  that has become much more likely.
+- `seq_is_masking`: a completion whose geometric mean of token ratios, exp(mean over its trained tokens of delta), is
   outside [`seq_is_mask_low`, `seq_is_mask_high`] contributes nothing; the denominator does not change. delta is the
   trainer's logprob minus the engine's, clamped to +-20. Liu et al., "When Speed Kills Stability" (2025), with the
   length-normalized ratio of GSPO (arXiv 2507.18071); DeepSeek-V3.2 (arXiv 2512.02556) has the upper side alone.
@@ -57,15 +57,15 @@ class LossTerms:
     """Terms of the loss of N trained tokens, None if not configured. Only `policy_N` and `penalty_N` have gradients."""
 
     policy_N: torch.Tensor
-    """Policy loss of each token, weighted and masked."""
+    """Each token's policy loss, weighted and masked."""
     penalty_N: torch.Tensor | None = None
-    """Penalties of each token, masked."""
+    """Each token's penalties, masked."""
     weight_N: torch.Tensor | None = None
-    """Importance weight of each token."""
+    """Each token's importance weight."""
     outside_N: torch.Tensor | None = None
-    """Whether the ratio of each token was truncated, or masked by `tis_mode: icepop`."""
+    """Whether each token's ratio was truncated, or masked by `tis_mode: icepop`."""
     masked_N: torch.Tensor | None = None
-    """Whether the whole answer of each token is masked."""
+    """Whether each token's whole completion is masked."""
     clipped: ClipSides | None = None
     """Whether the lower and the upper bound of the loss clip each token."""
 
@@ -77,7 +77,7 @@ def needs_batch_reference(config: Any) -> bool:
 
 
 def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTerms:
-    """Computes the loss of each token and its terms."""
+    """Computes each token's loss and its terms."""
     clipped: ClipSides | None
     if config.use_ppo_clip:
         policy_N, clipped = clipped_ratio_loss(tokens, config), clipped_tokens(_constant(tokens), config)
@@ -105,7 +105,7 @@ def _constant(tokens: TokenBatch) -> TokenBatch:
 def importance_weight(
     trainer_logp_N: torch.Tensor, engine_logp_N: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]. Both [N].
+    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]. Both are [N].
 
     `tis_mode: truncate` sets such a ratio to the bound, `icepop` sets the weight to 0.
     """
@@ -122,7 +122,7 @@ def importance_weight(
 
 
 def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes `kl_estimator` of each token, [N]. delta = logp - engine's logprob, clamped to +-20."""
+    """Computes each token's `kl_estimator`, [N], from delta = logp - engine's logprob, clamped to +-20."""
     delta_N = (tokens.logp_N - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     if config.kl_estimator == "k2":
         return 0.5 * delta_N.square()
@@ -130,7 +130,7 @@ def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
-    """Computes `kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]. None when both are 0."""
+    """Computes each token's `kl_penalty_tau` KL - `entropy_coef` entropy, [N]. None if both are 0."""
     total_N = None
     if config.kl_penalty_tau:
         total_N = config.kl_penalty_tau * kl_to_rollout_policy(tokens, config)
@@ -141,7 +141,7 @@ def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
 
 
 def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes the clipped loss of each token, [N]."""
+    """Computes each token's clipped loss, [N]."""
     advantage_N = tokens.advantage_N
     loss_N = clipped_surrogate(clamped_delta(tokens).exp(), advantage_N, config)
     if config.clip_ratio_c is not None:
@@ -151,7 +151,7 @@ def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def clipped_tokens(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Returns which tokens are clipped. They lie below for A < 0, above for A > 0 or by the dual clip."""
+    """Returns which tokens are clipped: at the lower bound for A < 0, at the upper for A > 0 or by the dual clip."""
     ratio_N = clamped_delta(tokens).exp()
     low_N, high_N = clipped_sides(ratio_N, tokens.advantage_N, config)
     if config.clip_ratio_c is not None:
@@ -160,7 +160,7 @@ def clipped_tokens(tokens: TokenBatch, config: Any) -> ClipSides:
 
 
 def masked_answers(trainer_logp_N: torch.Tensor, tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Returns whether each token's answer is masked, bool [N]."""
+    """Returns whether each token's completion is masked, bool [N]."""
     delta_N = (trainer_logp_N.detach() - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     ratio_N = mean_over_sample(delta_N, tokens).exp()
     return (ratio_N < config.seq_is_mask_low) | (ratio_N > config.seq_is_mask_high)

@@ -1,4 +1,4 @@
-"""REINFORCE++ with a baseline (arXiv 2501.03262). Rewards are centered in the group and whitened over the batch.
+"""REINFORCE++ with a baseline (arXiv 2501.03262): rewards are centered in the group and whitened over the batch.
 
 As implemented: A = r - mean, then (A - batch mean) / (batch std + 1e-4), which is `advantage_norm: batch`; loss of a
 token -A logp. The paper's KL term is not part of the reward here.

@@ -1,7 +1,7 @@
-"""RLOO: each answer against the others' mean (arXiv 2402.14740). The paper is "Back to Basics".
+"""RLOO: each completion against the mean of the others ("Back to Basics", arXiv 2402.14740).
 
-As implemented: A = (r - mean) n / (n - 1), which is r minus the mean of the other n - 1 rewards; loss of a token
--A logp. The paper treats an answer as one action and sums its logprobs, which equals the sum over tokens.
+As implemented: A = (r - mean) n / (n - 1), which is r minus the mean of the other n - 1 rewards; loss of a token -A
+logp. The paper treats a completion as one action and sums its logprobs, which equals the sum over tokens.
 """
 
 import numpy as np

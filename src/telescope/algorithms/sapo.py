@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes -(4 / tau) sigmoid(tau (rho - 1)) A of each token."""
+    """Computes each token's -(4 / tau) sigmoid(tau (rho - 1)) A."""
     advantage_N = tokens.advantage_N
     tau_N = advantage_N.new_full(advantage_N.shape, config.sapo_tau_neg).masked_fill(
         advantage_N > 0, config.sapo_tau_pos

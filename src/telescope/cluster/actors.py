@@ -38,25 +38,25 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "concurrency_groups": {"control": 4, "observe": 1, "checkpoint": 1},
 }
-"""Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
-the actor works; those of `observe` also while calls of `control` wait for engines."""
+"""Ray never restarts an actor, because its state is weights and processes. Calls in the concurrency groups run while
+the actor works; calls in `observe` run even while calls in `control` wait for engines."""
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0
 DAEMON_EXIT_SECONDS = 0.5
-"""A raylet that stops ends its actors first; it has exited after this time."""
+"""A stopping raylet ends its actors first. It has exited after this time."""
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
-    """Returns the Ray actor class of a class below, with its `placement`. `.remote(...)` starts an actor."""
+    """Returns the Ray actor class of one of the classes below, with its `placement`. `.remote(...)` starts an actor."""
     return ray.remote(**ACTOR_OPTIONS, **placement)(actor_class)
 
 
 def use_temporary_directory() -> None:
     """Sends temporary files to the run's directory, if this machine has it.
 
-    Actors of a joined cluster have the directory of the cluster, and nothing would remove their files.
+    Actors of a joined cluster would use the cluster's directory, where nothing removes their files.
     """
     directory = os.environ.get(MARK_VARIABLE)
     if directory and os.access(directory, os.W_OK):
@@ -73,7 +73,7 @@ class InferenceActor:
         ignore_sigterm()
         use_temporary_directory()
         config = TelescopeConfig.from_json(config_json)
-        # The engine and its workers inherit the environment; their NCCL connects to the trainer's.
+        # The engine and its workers inherit the environment. Their NCCL must connect to the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
         self._server = InferenceServer(config, address, config.model, Path(run_dir), node_address=own_address())
         self._metrics = Sampler(
@@ -83,14 +83,14 @@ class InferenceActor:
         )
 
     def start(self) -> Any:
-        """Starts the process and waits until it answers. Returns its `ServerInfo`."""
+        """Starts the process and waits until it responds. Returns its `ServerInfo`."""
         info = self._server.start()
         self._metrics.start()
         return info
 
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
-        """The server's metrics since the last call."""
+        """Returns the server's metrics since the last call."""
         return add_gpus(self._metrics.take())
 
     @ray.method(concurrency_group="control")
@@ -120,7 +120,7 @@ class TrainerActor:
         from telescope.record.logging import setup_logging
 
         setup_logging(Path(run_dir), f"trainer-{rank}", None, debug=config.debug)
-        self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))  # open for as long as faults may be written
+        self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))  # open as long as faults may be written
         faulthandler.enable(self._log)
         ignore_sigterm()
         self._config = config
@@ -164,7 +164,7 @@ class TrainerActor:
         return info
 
     def take_readings(self) -> ReadingBatch:
-        """Readings of this rank's memory since the last call; none before `setup`."""
+        """Returns this rank's memory readings since the last call. Empty before `setup`."""
         return add_gpus(self._memory.take() if self._memory is not None else ReadingBatch([], []))
 
     @ray.method(concurrency_group="control")
@@ -172,7 +172,7 @@ class TrainerActor:
         return thread_stacks()
 
     def call(self, command: str, *args: Any) -> Any:
-        """Calls a method by its path, such as `trainer.train_step`."""
+        """Calls a method by its dotted path, such as `trainer.train_step`."""
         return attrgetter(command)(self)(*args)
 
     def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
@@ -217,7 +217,7 @@ class HostActor:
         self._machine = MachineSampler(interval)
 
     def take_readings(self) -> ReadingBatch:
-        """Readings since the last call."""
+        """Returns the readings since the last call."""
         return self._machine.take()
 
 
@@ -227,18 +227,18 @@ def add_gpus(batch: ReadingBatch) -> ReadingBatch:
 
 
 class ActorExited(InfrastructureError):
-    """The process of an actor has ended."""
+    """The process of an actor has exited."""
 
 
 async def answer(reference: Any, what: str) -> Any:
-    """Awaits an actor's answer. Raises what the actor raised, without Ray's wrapping.
+    """Awaits an actor's result. Raises what the actor raised, without Ray's wrapping.
 
-    Raises `ActorExited`, which names `what`, when the actor's process is gone, and `RunError` when the reason is that a
-    daemon of Ray exited.
+    Raises `ActorExited`, which names `what`, when the actor's process is gone, or `RunError` when that is because a Ray
+    daemon exited.
     """
     try:
         return await reference
-    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:  # large answers stay on its node
+    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:  # large results stay on its node
         await asyncio.sleep(DAEMON_EXIT_SECONDS)
         if failure := daemon_failure():
             raise RunError(failure) from None
@@ -254,7 +254,7 @@ async def answer(reference: Any, what: str) -> Any:
 
 
 async def dump_stacks(kind: str, actors: Sequence[Any]) -> dict[str, str]:
-    """Returns the stacks of each actor, such as `trainer rank 0`, or why there are none."""
+    """Returns the stacks of each actor by name, such as `trainer rank 0`, or why there are none."""
     stacks: dict[str, str] = {}
     for name, call in [(f"{kind} {index}", actor.dump_stacks.remote()) for index, actor in enumerate(actors)]:
         try:
@@ -266,7 +266,7 @@ async def dump_stacks(kind: str, actors: Sequence[Any]) -> dict[str, str]:
 
 
 async def stop_actors(kind: str, actors: Sequence[Any]) -> None:
-    """Lets actors end what they started. Removing their placement group ends their processes."""
+    """Lets actors stop the processes that they started. Removing their placement group ends the actors' processes."""
 
     async def stop(index: int, actor: Any) -> None:
         try:
@@ -279,9 +279,9 @@ async def stop_actors(kind: str, actors: Sequence[Any]) -> None:
 
 
 class HostGroup:
-    """An actor on each machine without the driver, by machine name. `here` is the driver's machine.
+    """One actor on each machine without the driver, by machine name. `here` is the driver's machine.
 
-    The constructor does not wait for them. They reserve no resources; if one exits, only its gauges are missing.
+    The constructor does not wait for the actors. They reserve no resources; if one exits, only its gauges are missing.
     """
 
     def __init__(self, config: TelescopeConfig, cluster: Cluster) -> None:
@@ -298,7 +298,7 @@ class HostGroup:
         return list(self._actors)
 
     async def take_readings(self, name: str) -> ReadingBatch:
-        """Readings of a machine since the last call."""
+        """Returns a machine's readings since the last call."""
         batch: ReadingBatch = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
         return replace(batch, node=name)
 

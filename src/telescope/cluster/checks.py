@@ -1,6 +1,7 @@
-"""What a run needs between the nodes of a Ray cluster: equal packages and clocks, a shared folder, gloo and NCCL.
+"""Checks between the nodes of a Ray cluster: equal packages and clocks, a shared folder, gloo and NCCL.
 
-A probe on each node answers; `telescope doctor --cluster` judges the answers. Starts no engine and trains nothing.
+Collects the results of a probe on each node, which `telescope doctor --cluster` evaluates. Starts no engine and trains
+nothing.
 """
 
 import contextlib
@@ -27,28 +28,28 @@ from telescope.inference.vllm import support
 from telescope.utils.packages import installed_version
 
 PACKAGES = ("telescope", "torch", "ray", "transformers")
-START_SECONDS = 120.0  # of a probe, which imports torch from a shared disk; longer when its GPU is in use
+START_SECONDS = 120.0  # for a probe, which may import torch from a shared disk or wait for a busy GPU
 COLLECTIVE_SECONDS = 60.0
-GPU_BYTES = 256 << 20  # enough that the time of a sum is the link's
+GPU_BYTES = 256 << 20  # enough for the link to dominate the time of a sum
 POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the probes found, by the name of their node."""
+    """The results of the probes, by node name."""
 
     gpus: dict[str, int]
     versions: dict[str, dict[str, str | None]]
     clock_offsets: dict[str, float]
     """Seconds that a node's clock is ahead of the driver's."""
     without_folder: tuple[str, ...]
-    """The nodes that do not see a file that the first wrote to the run directory."""
+    """The nodes that do not see a file that the driver wrote to the run directory."""
     collectives: dict[str, float | str]
-    """Seconds of a sum over all nodes by backend, or its error."""
+    """Duration of a sum over all nodes in seconds, or its error, by backend."""
 
 
 class Probe:
-    """Answers for one node."""
+    """Runs the checks of one node."""
 
     def facts(self) -> dict[str, str | None]:
         versions = {name: installed_version(name) for name in PACKAGES}
@@ -65,7 +66,7 @@ class Probe:
             return f"tcp://{own_address()}:{server.getsockname()[1]}"
 
     def sum(self, backend: str, address: str, rank: int, size: int) -> float:
-        """Returns the seconds of a sum over all nodes. Raises RuntimeError if it is wrong."""
+        """Returns the duration of a sum over all nodes, in seconds. Raises RuntimeError if the sum is wrong."""
         import torch
         from torch import distributed
 
@@ -74,7 +75,7 @@ class Probe:
         distributed.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
         device, num_bytes = ("cuda", GPU_BYTES) if backend == "nccl" else ("cpu", 1 << 20)
         try:
-            for _ in range(2):  # the first one connects
+            for _ in range(2):  # the first sum connects
                 values = torch.full((num_bytes // 4,), rank + 1.0, device=device)
                 start = time.perf_counter()
                 distributed.all_reduce(values)
@@ -88,9 +89,9 @@ class Probe:
 
 
 def ask_nodes(address: str, run_dir: Path, num_nodes: int, wait_seconds: float) -> Answers:
-    """Asks a probe on each node, once there are `num_nodes`. Raises `UserError` without a cluster.
+    """Runs a probe on each node, once there are `num_nodes`. Raises `UserError` without a cluster.
 
-    A collective that fails or a node that lacks the folder is an answer, not an exception.
+    A failed collective, or a node without the folder, is a result, not an exception.
     """
     config = TelescopeConfig(environments=[{"name": "none"}], ray_address=address, ray_auto_start_local=False)  # type: ignore[list-item]
     cluster = connect(config, run_dir, run_dir, local_cpus=0, local_gpus=0)
@@ -142,7 +143,7 @@ def _file_in(run_dir: Path) -> Iterator[str]:
 
 
 def _offset(probe: Any, clock: Callable[[], float] = time.time) -> float:
-    """Returns how far a node's clock is ahead, by the fastest of five questions."""
+    """Returns how far a node's clock is ahead, from the fastest of five requests."""
     tries = []
     for _ in range(5):
         before, there, after = clock(), ray.get(probe.clock.remote()), clock()

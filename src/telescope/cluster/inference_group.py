@@ -1,6 +1,6 @@
 """Driver-side proxies of all inference servers: their actors and HTTP clients.
 
-Owns addresses and the run's secret. `orchestrator.servers` tracks which servers are up and handles failures.
+Owns the addresses and the run's secret. `orchestrator.servers` tracks which servers are up and handles failures.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class ActorHandle:
     index: int
 
     async def status(self) -> Any:
-        """The `ServerStatus` of the process. Raises InfrastructureError when the actor itself has exited."""
+        """Returns the process's `ServerStatus`. Raises InfrastructureError when the actor itself has exited."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
                 return await answer(self.actor.status.remote(), f"status of server {self.index}")
@@ -70,7 +70,7 @@ class InferenceGroup:
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
 
     async def start(self, index: int) -> Any:
-        """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
+        """Starts server `index`, waits until it responds, and creates its client. Returns its `ServerInfo`."""
         timeout = self._config.inference_start_timeout_seconds
         try:
             async with asyncio.timeout(timeout + 60):
@@ -85,33 +85,36 @@ class InferenceGroup:
 
     @property
     def clients(self) -> list[EngineBackend]:
-        """Clients of the started servers."""
+        """Returns the clients of the started servers."""
         return [client for _, client in sorted(self._clients.items())]
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
-        """Address and secret of every server, for clients in other processes."""
+        """Returns address and secret of every started server, for clients in other processes."""
         return [(client.base_url, self._secret) for client in self.clients]
 
     async def take_readings(self, index: int) -> ReadingBatch:
-        """A server's metrics since the last call."""
+        """Returns a server's metrics since the last call."""
         call = self._actors[index].take_readings.remote()
         batch: ReadingBatch = await answer(call, f"gauges of inference server {index}")
         return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of each server's actor, or the reason why there are none. Those of the engine are in its log."""
+        """Returns the stacks of each server's actor, or why there are none. The engine's stacks are in its log."""
         return await dump_stacks("inference server", self._actors)
 
     async def stop(self) -> None:
-        """Aborts requests in flight. Stops every engine process through its actor, with which it ends at the latest."""
+        """Aborts requests in flight and stops every engine process. The engine also ends with its actor."""
         for client in self.clients:
             await client.close()
         await stop_actors("inference server", self._actors)
 
 
 def bind_host(config: TelescopeConfig, network: Network) -> str:
-    """The host on which servers listen: loopback on the driver's node without a chosen host, else `inference_host`."""
+    """Returns the host on which servers listen.
+
+    It is loopback if all servers are on the driver's node and the user has not set `inference_host`.
+    """
     if network.servers_on_loopback and "inference_host" not in config.user_set:
         return LOOPBACK
     return config.inference_host

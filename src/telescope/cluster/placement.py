@@ -1,8 +1,8 @@
-"""Reserves placement groups of servers and ranks, and chooses their addresses.
+"""Reserves placement groups for servers and ranks, and chooses their addresses.
 
 `telescope.config.plan` refuses a placement that the cluster can never fit. This module waits, with a deadline, for
-resources that others use. Loopback connects processes that are all on one node, otherwise the address by which Ray
-knows the node. Variables of NCCL and gloo that the user has set are left alone.
+resources that others use. Processes that are all on one node connect over loopback, other processes over the address by
+which Ray knows the node. NCCL and gloo variables that the user has set are kept.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ class Placement:
     gpus_per_server: float
     gpus_per_rank: float
     server_nodes: list[str] = field(default_factory=list)
-    """The node of each server, by its id in Ray."""
+    """Ray's id of each server's node."""
     rank_nodes: list[str] = field(default_factory=list)
 
     def server_options(self, index: int, cpus: float) -> dict[str, object]:
-        """Options of the actor of server `index`."""
+        """Returns the options of the actor of server `index`."""
         return _options(self.inference, index, cpus, self.gpus_per_server)
 
     def rank_options(self, rank: int, cpus: float) -> dict[str, object]:
-        """Options of the actor of trainer rank `rank`."""
+        """Returns the options of the actor of trainer rank `rank`."""
         return _options(self.trainer, rank, cpus, self.gpus_per_rank)
 
     def find_ranks(self) -> None:
@@ -50,7 +50,7 @@ class Placement:
         self.rank_nodes = _nodes_of(self.trainer)
 
     def remove(self) -> None:
-        """Gives the bundles back; Ray ends the actors in them. Without Ray's daemons there is nothing to do."""
+        """Releases the bundles, which ends the actors in them. Does nothing if a Ray daemon has exited."""
         if daemon_failure() is not None:
             return
         remove_placement_group(self.inference)
@@ -69,7 +69,7 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
-    """Reserves the placement groups of the plan, in its order.
+    """Reserves the plan's placement groups, in the plan's order.
 
     Raises DeadlineExceeded with the requested and the free resources after `ray_placement_timeout_s`.
     """
@@ -83,7 +83,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
             config, "inference", [pair] * config.trainer_num_workers, config.ray_inference_placement_strategy
         )
         nodes = _nodes_of(group)
-        # One bundle with a GPU for each pair of a server and a rank; each of the two gets half of that GPU.
+        # One bundle with one GPU for each pair of a server and a rank. Each of the two gets half of the GPU.
         return Placement(group, group, 0.5, 0.5, nodes, nodes)
     requests: dict[Role, tuple[list[dict[str, float]], str]] = {
         "inference": ([server] * config.num_inference_servers, config.ray_inference_placement_strategy),
@@ -97,7 +97,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
         for group in groups.values():
             remove_placement_group(group)
         raise
-    trainer = groups.get("trainer")  # None for servers alone
+    trainer = groups.get("trainer")  # None if there are only servers
     return Placement(
         groups["inference"],
         trainer or groups["inference"],
@@ -111,7 +111,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
 async def _reserve_one(
     config: TelescopeConfig, role: Role, bundles: list[dict[str, float]], strategy: str
 ) -> PlacementGroup:
-    """Reserves one group; returns when Ray has placed all of it."""
+    """Reserves one group. Returns when Ray has placed all of it."""
     group = placement_group(bundles, strategy=strategy)
     try:
         async with asyncio.timeout(config.ray_placement_timeout_s):
@@ -127,13 +127,13 @@ async def _reserve_one(
             f"{role}_num_workers or ray_{role}_cpus_per_worker."
         ) from None
     except BaseException:
-        remove_placement_group(group)  # Ctrl-C while it waits: keep nothing reserved in a shared cluster
+        remove_placement_group(group)  # Ctrl-C while waiting: nothing may stay reserved in a shared cluster
         raise
     return group
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:
-    """The node of each bundle, by its id."""
+    """Returns the node id of each bundle."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(group.bundle_specs))]
 
@@ -158,7 +158,7 @@ class Network:
 
 
 def network_of(config: TelescopeConfig, placement: Placement, driver_node: str) -> Network:
-    """The network that the placement allows. `driver_node`: the driver's node, by its id in Ray."""
+    """Returns the network for a placement. `driver_node` is Ray's id of the driver's node."""
     nodes = {*placement.server_nodes, *placement.rank_nodes}
     return Network(
         servers_on_loopback={driver_node, *placement.server_nodes} == {driver_node},
@@ -169,7 +169,7 @@ def network_of(config: TelescopeConfig, placement: Placement, driver_node: str) 
 def own_host(*, loopback: bool) -> str:
     """Returns this machine's host for the run's other processes.
 
-    A cluster started for one run knows its node only by loopback; then it is the address of the default route.
+    A cluster started for one run knows its node only by loopback. Then it is the address of the default route.
     """
     if loopback:
         return LOOPBACK
@@ -178,7 +178,7 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes NCCL and gloo use the interface with `address`. Call it before either is used, also by child processes.
+    """Makes NCCL and gloo use the interface with `address`. Call it before they or child processes start.
 
     Keeps variables that the user or the node has set.
     """
@@ -188,7 +188,7 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 
 
 def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | None:
-    """Returns the interface with this address, or whose network contains it. None if there is none."""
+    """Returns the interface that has this address, or else one whose network contains it. None if there is none."""
     wanted = ipaddress.ip_address(address)
     containing = None
     for name, network in networks:
@@ -201,9 +201,9 @@ def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | Non
 
 
 def interface_networks() -> list[tuple[str, str]]:
-    """Returns this machine's interfaces: ("lo", "127.0.0.1/8")."""
+    """Returns this machine's interfaces, such as ("lo", "127.0.0.1/8")."""
     return [
-        # `ipaddress` does not read the masks of IPv6 as the kernel writes them ("ffff:ffff::").
+        # `ipaddress` cannot parse IPv6 masks in the kernel's form ("ffff:ffff::").
         (name, f"{entry.address.partition('%')[0]}/{int(ipaddress.ip_address(entry.netmask)).bit_count()}")
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries

@@ -1,14 +1,14 @@
-"""The Ray cluster of a run: joins one or starts one here, reports its resources, and leaves it.
+"""The Ray cluster of a run: joins a running cluster or starts one here, reports its resources, and leaves it.
 
 Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
 directory). Does not own actors or placement.
 
 A cluster that is started here is private: it listens on loopback, keeps its files in the run's temporary directory and
-asks for a token of its own. `daemon_failure` reports when one of its daemons has exited.
+requires its own token. `daemon_failure` reports when one of its daemons has exited.
 
-For a cluster that is joined, Ray decides by the form of the address whether to show a token, and not by what the
-cluster asks for: with "auto" it shows the token in the home directory if there is one, with an address it shows none.
-So the cluster is asked first, unless the user has set `RAY_AUTH_MODE`.
+When Ray joins a cluster, the form of the address decides whether it sends a token, not what the cluster requires: with
+"auto" it sends the token in the home directory if there is one, with an address it sends none. So the cluster is asked
+first, unless the user has set `RAY_AUTH_MODE`.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ STOP_SECONDS = 10.0
 """Daemons of a cluster that is being stopped are killed after this time."""
 
 DAEMONS = ("gcs_server", "raylet")
-"""Ray's processes that a run cannot go on without. The raylet exits when one of its agents does."""
+"""Ray's processes without which a run cannot continue. The raylet exits when one of its agents does."""
 
 DAEMON_LOG_LINES = 8
 DAEMON_MESSAGE = re.compile(r"\[\d{4}-\d\d-\d\d ")
@@ -64,7 +64,7 @@ MODE_VARIABLE = "RAY_AUTH_MODE"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 AUTHENTICATION_VARIABLES = (MODE_VARIABLE, "RAY_AUTH_TOKEN", TOKEN_VARIABLE)
 PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""Answered by a cluster's head node to every authorized client."""
+"""Method to which a cluster's head node responds for every authorized client."""
 PROBE_SECONDS = 10.0
 
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", MARK_VARIABLE)
@@ -76,19 +76,19 @@ LOCAL_OBJECT_STORE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection to Ray. `started_here`: this process started the cluster and stops it."""
+    """A connection to Ray. `started_here`: this process started the cluster and must stop it."""
 
     started_here: bool
     resources: ClusterResources
     node_names: Mapping[str, str]
-    """The name of each node in the record, by its id in Ray."""
+    """The name of each node in the record, by Ray's node id."""
     driver_node: str
-    """The node that this process is on, by its id."""
+    """Ray's id of this process's node."""
     has_private_token: bool = False
 
 
 def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any]:
-    """The runtime environment of every actor. Variables in the user's `ray_runtime_env` take precedence."""
+    """Returns the runtime environment of every actor. Variables in the user's `ray_runtime_env` take precedence."""
     user = dict(config.ray_runtime_env or {})
     variables: dict[str, str] = {
         # Otherwise each actor without GPUs warns that it sees no accelerator.
@@ -102,7 +102,7 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
         variables["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    # A cluster that was running before has not inherited them from this process.
+    # A cluster that was already running has not inherited them from this process.
     variables |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
     user["env_vars"] = {**variables, **(user.get("env_vars") or {})}
     if config.ray_pin_py_executable:
@@ -119,11 +119,11 @@ def connect(
     local_gpus: float,
     stopped: threading.Event | None = None,
 ) -> Cluster:
-    """Connects to `ray_address`, else starts a cluster if `ray_auto_start_local` allows it.
+    """Connects to `ray_address`, or starts a cluster if `ray_auto_start_local` allows it.
 
-    `temporary` is a private directory for the files of a cluster started here, and `local_cpus` is what it offers (CPU
-    shares order Ray's bookkeeping only, they bind no core). After `stopped` is set no second start is attempted.
-    Raises UserError if there is no cluster and none may be started, RunError if it does not start.
+    `temporary` is a private directory for the files of a cluster started here, and `local_cpus` are the CPUs that it
+    offers (CPU shares only order Ray's bookkeeping; they bind no core). After `stopped` is set no second start is
+    attempted. Raises UserError if there is no cluster and none may be started, RunError if it does not start.
     """
     if config.ray_disable_runtime_env_hook:
         # Under `uv run`, Ray would otherwise rebuild the whole environment for each worker. The variable is for the
@@ -132,7 +132,7 @@ def connect(
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     _log_advice()
     common: dict[str, Any] = {
-        "_skip_env_hook": config.ray_disable_runtime_env_hook,  # the one that RAY_RUNTIME_ENV_HOOK names
+        "_skip_env_hook": config.ray_disable_runtime_env_hook,  # the hook that RAY_RUNTIME_ENV_HOOK names
         "namespace": config.ray_namespace,
         "runtime_env": runtime_environment(config, run_dir),
         "log_to_driver": config.ray_log_to_driver,
@@ -153,11 +153,11 @@ def connect(
                     f"ray_address: {config.ray_address!r} cannot be reached ({error}). Start Ray there with `ray start "
                     "--head`, or set ray_address: auto and ray_auto_start_local: true to start one on this machine."
                 ) from error
-    # The run watches its memory itself; Ray's monitor would kill a trainer that loads a large model.
+    # The run monitors its memory itself. Ray's monitor would kill a trainer that loads a large model.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray lowers the priority of its workers by default.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Events of tasks are for Ray's dashboard; the GCS would keep 100,000 of them.
+    # Only Ray's dashboard needs task events; the GCS would keep 100,000 of them.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     has_private_token = _use_private_token(temporary)
     arguments = {
@@ -183,9 +183,9 @@ def connect(
 
 
 def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
-    """Starts a cluster here, twice if the first is too slow.
+    """Starts a cluster here. Tries a second time if the first start is too slow.
 
-    Ray gives its daemons 30 s to come up and has no setting for that; on a busy machine they need more the first time.
+    Ray gives its daemons 30 s to start and has no setting for that. On a busy machine the first start may need more.
     """
     for is_last_attempt in (False, True):
         try:
@@ -200,9 +200,9 @@ def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
 
 
 def _log_advice() -> None:
-    """Sends what Ray's daemons tell the driver, such as causes of a lost actor, to the log and not to the terminal.
+    """Sends messages of Ray's daemons to the log instead of the terminal, such as why an actor was lost.
 
-    The run reports lost processes itself, with signal, log and the command that continues.
+    The run reports lost processes itself, with signal, log and the command that continues the run.
     """
     show = ray_worker.print_to_stdstream
 
@@ -217,10 +217,10 @@ def _log_advice() -> None:
 
 
 def _use_private_token(temporary: Path) -> bool:
-    """Makes the next cluster require a token of this user.
+    """Makes the next cluster require a private token of this user.
 
-    By itself Ray writes one to ~/.ray/auth_token, readable for everyone. Returns False when the user's own variables
-    decide.
+    By default Ray writes a token to ~/.ray/auth_token, readable by everyone. Returns False if the user has set
+    authentication variables.
     """
     if any(name in os.environ for name in AUTHENTICATION_VARIABLES):
         return False
@@ -233,7 +233,7 @@ def _use_private_token(temporary: Path) -> bool:
 
 
 def daemon_failure() -> str | None:
-    """Describes a started Ray daemon that has exited, with its log. None while all run."""
+    """Describes a started Ray daemon that has exited, with the end of its log. None while all run."""
     node: Any = ray._private.worker._global_node
     for name in DAEMONS if node is not None else ():
         for daemon in node.all_processes.get(name, []):
@@ -252,7 +252,7 @@ def daemon_failure() -> str | None:
 
 
 async def watch_daemons(poll_seconds: float = 1.0) -> None:
-    """Raises RunError when a Ray daemon that this process started exits. Calls to Ray would wait for minutes."""
+    """Raises RunError when a Ray daemon that this process started exits. Calls to Ray would hang for minutes."""
     while True:
         if failure := daemon_failure():
             raise RunError(failure)
@@ -271,10 +271,11 @@ def keep_logs(temporary: Path, run_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _only_loopback() -> Iterator[None]:
-    """Makes a cluster that is started inside listen on loopback only.
+    """Makes a cluster that is started inside the block listen only on loopback.
 
     For a node at 127.0.0.1 Ray looks up an address that other machines can reach, unless this switch is off. Ray reads
-    the variable when it is imported: it is set for the processes that Ray starts, the constant for this one.
+    the variable when it is imported, so the variable is set for the processes that Ray starts, and the constant for
+    this one.
     """
     before = os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
@@ -290,7 +291,7 @@ def _only_loopback() -> Iterator[None]:
 
 
 def own_address() -> str:
-    """The address at which other machines of the cluster reach this one."""
+    """Returns the address at which other machines of the cluster reach this one."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -314,15 +315,16 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
 
 
 def abandon() -> None:
-    """Leaves Ray without waiting for its daemons, now or at exit. The run's reaper ends them."""
+    """Leaves Ray without waiting for its daemons, now and at exit. The run's reaper kills them."""
     atexit.unregister(ray.shutdown)
 
 
 def _stop_session(session: str) -> None:
-    """Stops the daemons of one Ray session here. Its workers, and nodes without their head, exit then.
+    """Stops the daemons of one Ray session on this machine. Its workers, and nodes that lose their head, then exit.
 
-    `ray stop` would stop every cluster on the machine, those of other users included. Raylets and the autoscaler's
-    monitor report to the GCS when they stop and wait long if it has gone, so raylets come first and the GCS last.
+    `ray stop` would stop every cluster on the machine, including those of other users. Raylets and the autoscaler's
+    monitor report to the GCS when they stop, and wait long if it is gone, so raylets are stopped first and the GCS
+    last.
     """
     daemons = [
         process
@@ -339,7 +341,7 @@ def _stop_session(session: str) -> None:
 
 
 def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> list[psutil.Process]:
-    """Sends a signal; returns the processes that still run after `STOP_SECONDS`."""
+    """Sends a signal. Returns the processes that still run after `STOP_SECONDS`."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             signal(process)
@@ -356,7 +358,7 @@ def _cluster(*, started_here: bool) -> Cluster:
 
 
 def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns host names by node id, with repeated ones' addresses."""
+    """Returns host names by node id. A name that several nodes have is followed by the address."""
     count = Counter(node["NodeManagerHostname"] for node in nodes)
     return {
         node["NodeID"]: name if count[name] == 1 else f"{name} ({node['NodeManagerAddress']})"
@@ -368,7 +370,7 @@ def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def settle_authentication(ray_address: str) -> None:
     """Sets `RAY_AUTH_MODE` to what the cluster at `ray_address` requires.
 
-    Raises ConnectionError if nothing listens there, UserError if the cluster asks for a token that is not available.
+    Raises ConnectionError if nothing listens there, UserError if the cluster requires a token that is not available.
     Leaves other faults to `ray.init`.
     """
     if "://" in ray_address:
@@ -395,13 +397,13 @@ def settle_authentication(ray_address: str) -> None:
 
 
 def forget_authentication() -> None:
-    """Undoes `settle_authentication`, after the cluster was not joined or has been left."""
+    """Undoes `settle_authentication`, after joining failed or the cluster was left."""
     os.environ.pop(MODE_VARIABLE, None)
     Config.initialize("")
 
 
 def admits(address: str, token: str | None = None) -> bool | None:
-    """Returns whether the cluster at `address` accepts this token, or no token. None: it does not answer."""
+    """Returns whether the cluster at `address` accepts this token, or no token. None if it does not respond."""
     shown: Sequence[tuple[str, str]] = [("authorization", f"Bearer {token}")] if token is not None else []
     with grpc.insecure_channel(address) as channel:
         try:
@@ -412,7 +414,7 @@ def admits(address: str, token: str | None = None) -> bool | None:
 
 
 def check_port_open(address: str) -> None:
-    """Raises ConnectionError if nothing listens: `ray.init` would try for minutes. A cluster behind TLS passes."""
+    """Raises ConnectionError if nothing listens; `ray.init` would try for minutes. A cluster behind TLS passes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # `ray.init` reports it

@@ -1,13 +1,13 @@
 """Kills a run's processes when its driver exits, and removes temporary files.
 
-`Reaper` is the driver's handle. The file itself, run as a program, is a small process that waits at a pipe for the end
-of the driver, also by SIGKILL, kills the processes that are left and removes the files. It imports the standard library
-only, because it stays in memory beside every run.
+`Reaper` is the driver's handle. The file itself, run as a program, is a small process that waits at a pipe for the
+driver's exit, even by SIGKILL, then kills the remaining processes and removes the files. It imports only the standard
+library, because it stays in memory beside every run.
 
-A process belongs to the run if its environment carries the run's mark, which every process that the driver starts
-inherits, or if its parent belongs to the run. Some processes overwrite their environment with a title, or lose their
-parents, so the reaper scans for new ones every `SCAN_SECONDS`. It identifies a process by id and start time, because
-the kernel reuses ids. Ray ends the processes on other machines.
+A process belongs to the run if its environment has the run's mark, which every process that the driver starts inherits,
+or if its parent belongs to the run. Some processes overwrite their environment with a title, or lose their parents, so
+the reaper scans for new ones every `SCAN_SECONDS`. It identifies a process by id and start time, because the kernel
+reuses ids. Ray ends the processes on other machines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
-"""In the environment of every process of a run; its value is the run's temporary directory."""
+"""Environment variable of every process of a run. Its value is the run's temporary directory."""
 
 ALSO_REMOVED = "also-removed-"
 """Name prefix of links in the temporary directory to other folders that are removed with it."""
@@ -50,10 +50,10 @@ SCANS_FOR_OWNER = 6
 
 
 class Reaper:
-    """Context of a run whose processes end with it.
+    """Context manager of a run whose processes end with it.
 
-    `directory` is the run's temporary directory, accessible to this user only and removed at the end. Processes that
-    the driver started before, or without its environment, are left alone.
+    `directory` is the run's temporary directory, accessible only to this user and removed at the end. Processes that
+    the driver started before, or without its environment, are not touched.
     """
 
     directory: Path
@@ -79,7 +79,7 @@ class Reaper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kills what is left, removes the files, and waits for both."""
+        """Kills the remaining processes, removes the files, and waits for both."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -96,7 +96,7 @@ def temporary_variables(directory: str) -> dict[str, str]:
     usual = os.environ.get("TMPDIR") or "/tmp"
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):  # a container whose user has no name
+    except (KeyError, OSError):  # in a container the user may have no name
         user = f"uid_{os.getuid()}"
     return {
         "TMPDIR": directory,
@@ -108,7 +108,7 @@ def temporary_variables(directory: str) -> dict[str, str]:
 
 
 def temporary_base() -> str:
-    """Returns the first of RAY_TMPDIR, TMPDIR and /tmp short enough for sockets."""
+    """Returns the first of RAY_TMPDIR, TMPDIR and /tmp that is short enough for socket paths."""
     for base in (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR")):
         if base and os.path.isdir(base):
             path = os.path.abspath(base)
@@ -124,14 +124,14 @@ class _ProcessTree:
         self._entry = f"{MARK_VARIABLE}={mark}".encode()
         self._present: set[int] = set()
         self._scanned: set[int] = set()
-        """Processes that were scanned twice: at the first scan, one may not run its program yet."""
+        """Processes that were scanned twice, because at the first scan a process may not run its program yet."""
         self.members: dict[int, str] = {}
         self._scans = dict.fromkeys(_shared_files(changed_before=started), SCANS_FOR_OWNER)
-        """How often each file was scanned; those from before the run's start belong to others."""
+        """How often each file was scanned. Files from before the run's start belong to others."""
         self.shared: set[tuple[str, int]] = set()
 
     def scan(self) -> None:
-        """Adds new processes and files, and forgets processes that have ended."""
+        """Adds new processes and files, and forgets processes that have exited."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._scanned &= present
         self.members = {pid: start for pid, start in self.members.items() if _state(pid)[2] == start}
@@ -177,17 +177,17 @@ class _ProcessTree:
 
 
 def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
-    """Returns names and inodes of files that killed processes leave. They are this user's, in /dev/shm."""
+    """Returns names and inodes of this user's files in /dev/shm of the kinds that killed processes leave behind."""
     try:
         files = [entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SHARED_PREFIXES)]
         found = [(entry.name, entry.inode(), entry.stat(follow_symlinks=False)) for entry in files]
         return {(name, inode) for name, inode, s in found if s.st_uid == os.getuid() and s.st_ctime < changed_before}
-    except OSError:  # one was removed meanwhile: the next scan finds the others
+    except OSError:  # a file was removed meanwhile: the next scan finds the others
         return set()
 
 
 def _state(pid: int) -> tuple[str, int, str]:
-    """State, parent and start time of a process. ("", 0, "") when there is none, or only its zombie."""
+    """Returns state, parent and start time of a process. ("", 0, "") if there is none, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()
@@ -197,22 +197,22 @@ def _state(pid: int) -> tuple[str, int, str]:
 
 
 def main(directory: str, started: float) -> None:
-    """Waits for the driver's end, then kills and removes everything."""
+    """Waits for the driver's exit, then kills and removes everything."""
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     tree = _ProcessTree(directory, started)
-    # A fork of the driver may keep the pipe open, so its end is not the only sign.
+    # A fork of the driver may keep the pipe open, so the parent's pid is checked too.
     while not select.select([0], [], [], SCAN_SECONDS)[0] and os.getppid() == driver:
         tree.scan()
     deadline = time.monotonic() + KILL_SECONDS
     empty_scans = 0
-    while empty_scans < 2 and time.monotonic() < deadline:  # twice: one may have been starting another meanwhile
+    while empty_scans < 2 and time.monotonic() < deadline:  # twice, because a process may have been starting another
         tree.scan()
         empty_scans = 0 if tree.members else empty_scans + 1
         tree.kill()
         time.sleep(0.05)
-    for name, _ in tree.shared & _shared_files():  # left behind by killed processes
+    for name, _ in tree.shared & _shared_files():  # left by killed processes
         (SHARED_MEMORY / name).unlink(missing_ok=True)
     for link in Path(directory).glob(f"{ALSO_REMOVED}*"):
         shutil.rmtree(link.resolve(), ignore_errors=True)

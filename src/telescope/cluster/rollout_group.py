@@ -1,7 +1,7 @@
-"""The rollout workers of a run: an actor each, on any node of the cluster.
+"""The rollout workers of a run: one actor each, on any node of the cluster.
 
 An actor loads the environments and the tokenizer, and runs `rollout.worker.RolloutWorker`. The driver's handle replaces
-it when its process has exited or does not answer, at most `rollout_max_restarts` times in a run.
+it when its process has exited or does not respond, at most `rollout_max_restarts` times in a run.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ R = TypeVar("R")
 
 MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
-"""How long a call waits for news of a worker. It is also the worker's heartbeat."""
+"""How long a call waits for events of a worker. It is also the worker's heartbeat."""
 LINGER_SECONDS = 0.05
 SAMPLES_PER_WORKER = 64
-"""Samples in flight that one worker is meant for."""
+"""Samples in flight for which one worker suffices."""
 SILENCE_SECONDS = 10.0
-"""Time beyond the deadline of user code in which a worker must answer."""
+"""Time after the deadline of user code within which a worker must respond."""
 LOAD_SECONDS = 600.0
 """Time to load the environments, downloads included."""
 LOG_TAIL_BYTES = 4000
 START_ATTEMPTS = 3
-"""Starts in a row of a worker that is replaced: its node may be lost too, a while before Ray knows."""
+"""Start attempts for a replaced worker. Its node may be lost too, a while before Ray notices."""
 
 
 class RolloutActor:
-    """Actor of one rollout worker, whose coroutines run in an event loop in a thread of its own.
+    """Actor of one rollout worker. Its coroutines run in an event loop in a separate thread.
 
-    The main thread is Ray's, and handles signals. No method is a coroutine, else Ray runs them all in another thread.
+    The main thread is Ray's, and handles signals. No method is a coroutine, because Ray would then run all methods in
+    another thread.
     """
 
     def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
@@ -70,7 +71,7 @@ class RolloutActor:
         self._config = config = TelescopeConfig.from_json(config_json)
         self._specs, self._index, self._sandboxes = specs, index, Activity()
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
-        # User code may write to the standard outputs, which Ray would send to the driver.
+        # User code may write to stdout and stderr, which Ray would send to the driver.
         self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
         self._log = open_log(self._log_path)
         for stream in (1, 2):
@@ -82,15 +83,15 @@ class RolloutActor:
         self._worker: Any = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
-        # A copy that a coroutine of user code forks must not go on with the other rollouts.
+        # If user code forks inside a coroutine, the copy must not continue the other rollouts.
         os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        CURRENT.set(self._sandboxes)  # for the coroutine, all tasks that it starts, and their calls of user code
+        CURRENT.set(self._sandboxes)  # for the coroutine, its tasks, and their calls of user code
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
-        """Loads tokenizer and environments. Returns this node and their descriptions. Raises `UserError`."""
+        """Loads tokenizer and environments. Returns this node's id and the environments' infos. Raises `UserError`."""
         from telescope.rollout.environment_runner import EnvironmentRunner
         from telescope.rollout.environments import LoadedEnvironments
         from telescope.rollout.rendering import Renderer, RendererSpec
@@ -115,7 +116,7 @@ class RolloutActor:
         self._run(self._environments.prepare_resources(position))
 
     def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
-        """Connects to the inference servers, by address and secret. They start with this policy version."""
+        """Connects to the inference servers, by address and secret. They start with policy version `first_version`."""
         from telescope.inference.base import backend_of
 
         async def connect() -> None:
@@ -128,7 +129,7 @@ class RolloutActor:
 
     @ray.method(concurrency_group="exchange")
     def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
-        """See `RolloutWorker.exchange`. `versions` are the policy versions of the servers."""
+        """Calls `RolloutWorker.exchange`. `versions` are the servers' policy versions."""
         for engine, version in zip(self._engines, versions, strict=False):
             engine.loaded_version = version
         report: Report = self._run(self._worker.exchange(orders, seconds=seconds, linger=linger))
@@ -136,7 +137,7 @@ class RolloutActor:
         return report
 
     def stop(self) -> SandboxNews | None:
-        """Ends rollouts and closes resources. Returns the last news of sandboxes."""
+        """Ends rollouts and closes resources. Returns the last sandbox activity."""
         if self._worker is not None:
             self._run(self._worker.close())
             self._run(self._environments.close())
@@ -148,7 +149,7 @@ def _log_stage(stage: str, doing: str) -> None:
 
 
 async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
-    """Bounds the log, and writes all stacks to it when user code blocks the event loop for so many seconds."""
+    """Limits the log's size. Writes all stacks to it when user code blocks the event loop for `seconds`."""
     while True:
         faulthandler.dump_traceback_later(seconds, file=log)
         rotate_log(path, MAX_LOG_BYTES)
@@ -156,7 +157,7 @@ async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Lets the data of this process grow by so many bytes, after which allocations fail."""
+    """Lets this process allocate `num_bytes` more of data. Further allocations fail."""
     used = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -166,15 +167,15 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 class RolloutHandle:
-    """The driver's side of one actor: a `rollout.pool.Worker`."""
+    """Driver-side handle of one actor: a `rollout.pool.Worker`."""
 
     def __init__(self, group: RolloutGroup, index: int) -> None:
         self._group, self.index = group, index
         self.num_starts = 0
         self.node = ""
-        """Its node, by the id in Ray."""
+        """Ray's id of its node."""
         self.arrived = 0.0
-        """When it came to this node from another one, in monotonic time."""
+        """When it moved to this node from another one, in monotonic time."""
         self.actor: Any = None
         self._is_loaded = False
 
@@ -197,11 +198,11 @@ class RolloutHandle:
         return list(infos)
 
     async def connect(self) -> None:
-        """Connects it to the servers of the group."""
+        """Connects the worker to the group's servers."""
         await self.call("connecting to the servers", "connect", self._group.engines, self._group.first_version)
 
     async def call(self, doing: str, method: str, *values: Any, seconds: float = LOAD_SECONDS) -> Any:
-        """Calls a method of the actor. Raises `DeadlineExceeded` after `seconds`, and then ends the process."""
+        """Calls a method of the actor. Ends the process and raises `DeadlineExceeded` after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 return await answer(getattr(self.actor, method).remote(*values), self._name)
@@ -213,7 +214,7 @@ class RolloutHandle:
             raise InfrastructureError(f"{self._name} exited while {doing}{self.log_end()}") from error
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
-        """See `rollout.pool.Worker`."""
+        """Implements `rollout.pool.Worker.exchange`."""
         call = self.actor.exchange.remote(orders, seconds, linger, self._group.versions())
         silence = (seconds or 0.0) + linger + self._group.config.environment_timeout_seconds + SILENCE_SECONDS
         try:
@@ -229,7 +230,7 @@ class RolloutHandle:
         return report
 
     async def restart(self) -> None:
-        """Starts the worker anew. Raises `InfrastructureError` after `rollout_max_restarts`."""
+        """Restarts the worker. Raises `InfrastructureError` after `rollout_max_restarts`."""
         limit = self._group.config.rollout_max_restarts
         self._group.sandboxes.lost(self.index)
         for attempts_left in reversed(range(START_ATTEMPTS)):
@@ -256,7 +257,7 @@ class RolloutHandle:
         if self.actor is None:
             return
         try:
-            if self._is_loaded:  # else it answers only once it has loaded
+            if self._is_loaded:  # otherwise it responds only once it has loaded
                 async with asyncio.timeout(self._group.stop_seconds):
                     self._group.sandboxes.add(self.index, await answer(self.actor.stop.remote(), self._name))
         except Exception as error:
@@ -264,14 +265,14 @@ class RolloutHandle:
         await self.kill()
 
     def log_end(self) -> str:
-        """Returns the end of its log for an error."""
+        """Returns the end of the worker's log, for an error message."""
         path = RunFiles(self._group.run_dir).log(f"rollout-{self.index}")
         tail = log_tail(path, LOG_TAIL_BYTES) if path.exists() else ""
         return f"; its log ({path}) ends:\n{tail}" if tail else ""
 
 
 class RolloutGroup:
-    """All rollout workers. `infos` describe the environments, once they are started.
+    """All rollout workers. `infos` describe the environments once the workers are started.
 
     `write` gets rows of the record about sandboxes.
     """
@@ -302,9 +303,9 @@ class RolloutGroup:
         self.infos: list[EnvironmentInfo] = []
 
     def make_actor(self, index: int) -> Any:
-        """Starts the process of a worker: with SPREAD, on the nodes that are left, in turn."""
+        """Starts a worker's process. With SPREAD, workers are placed on the remaining nodes in turn."""
         strategy: Any = "DEFAULT"
-        if self.config.rollout_placement_strategy == "SPREAD":  # Ray's own leaves nodes out
+        if self.config.rollout_placement_strategy == "SPREAD":  # Ray's own SPREAD leaves nodes out
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             nodes = [node for node in self._nodes if node in alive]
             strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
@@ -312,7 +313,7 @@ class RolloutGroup:
         return actor.remote(self.config.to_json(), index, str(self.run_dir), self.specs)
 
     async def start(self) -> None:
-        """Starts all workers. Raises the first error, `UserError` for what the user can fix."""
+        """Starts all workers. Raises the first error; it is a `UserError` if the user can fix it."""
         starts = [handle.start(checks_template=handle.index == 0) for handle in self.handles]
         found = await asyncio.gather(*starts)
         self.infos = found[0]
@@ -330,7 +331,7 @@ class RolloutGroup:
     def homes(self, key: str) -> Iterable[int]:
         """Returns the workers that run an environment: all, or one per node if its resources exist once per node.
 
-        That is the worker that has been on the node longest.
+        The one on a node is the worker that has been there longest.
         """
         pairs = zip(self.specs, self.infos, strict=True)
         if not any(info.shares_resources for spec, info in pairs if spec.identity == key):
@@ -339,8 +340,8 @@ class RolloutGroup:
         return sorted({handle.node: handle.index for handle in newest_first}.values())
 
     async def prepare_resources(self) -> None:
-        """Prepares the resources of all environments that share them."""
-        # An environment has its own deadline in the worker, which prepares one after the other.
+        """Prepares the shared resources of all environments that have any."""
+        # Each environment has its own deadline in the worker, which prepares them one after the other.
         seconds = LOAD_SECONDS * len(self.specs) + SILENCE_SECONDS
         calls = [
             self.handles[home].call("preparing resources", "prepare_resources", position, seconds=seconds)
@@ -362,7 +363,7 @@ class RolloutGroup:
 
 
 def num_workers(config: TelescopeConfig, cluster: Cluster) -> int:
-    """Returns the number of rollout workers: by default one for 64 samples in flight, at most one a core."""
+    """Returns the number of rollout workers: by default one per 64 samples in flight, at most one per core."""
     if chosen := config.rollout_num_workers or config.environment_workers:
         return chosen
     in_flight = config.lanes_per_server * config.num_inference_servers

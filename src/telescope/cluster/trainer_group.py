@@ -1,10 +1,10 @@
 """Driver-side proxy for the trainer ranks. Runs one collective command at a time.
 
 Rank commands are collectives: every rank must run the same ones in the same order. The caller of a command locks
-`queue`: `train_step` by itself, a weight sync from its first command to its last. A single server can receive weights
-between two training steps. `version` counts the steps that the ranks' weights contain and changes only under the lock.
+`queue`: `train_step` by itself, a weight sync from its first command to its last. Between two training steps a single
+server can receive weights. `version` counts the steps that the ranks' weights contain and changes only under the lock.
 Each command has a deadline and a name. When a rank's process or node is lost, `RankLost` names the rank, the signal and
-the last lines of its log, `watch` raises it too, and `replace` starts all ranks anew in the same places.
+the last lines of its log, `watch` raises it too, and `replace` restarts all ranks in the same places.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NODE_LOSS_SECONDS = 60.0
 COLLECTIVE_ERRORS = re.compile(
     r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset) by", re.IGNORECASE
 )
-"""Errors of a rank whose peer is gone."""
+"""Errors of a rank whose peer has exited."""
 
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -71,7 +71,7 @@ class TrainerGroup:
     def __init__(
         self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster, *, loopback: bool = False
     ) -> None:
-        """`loopback`: ranks and servers connect over loopback."""
+        """Starts the ranks. `loopback`: ranks and servers connect over loopback."""
         self._loopback = loopback
         self.world_size = config.trainer_num_workers
         self.config = config
@@ -83,7 +83,7 @@ class TrainerGroup:
         self.queue = asyncio.Lock()
         self._num_restarts = 0
         self.num_replacements = 0
-        """How often `replace` has started new processes; communicators to the old ones are closed."""
+        """How often new processes were started. Communicators to the old ones are closed."""
         self._loss: RankLost | None = None
         self._has_loss = asyncio.Event()
         self._saving = Path()
@@ -96,7 +96,7 @@ class TrainerGroup:
         """Starts an actor for each rank."""
         self.version = 0
         self.is_settled = True
-        """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
+        """Whether the ranks have the weights of `version`. False during a step and after a failed step."""
         self._log_starts = [log_size(path) for path in self._logs]
         cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
@@ -134,7 +134,7 @@ class TrainerGroup:
         """
         try:
             await self._start_again()
-        except RankLost:  # it was placed on a lost node, whose loss Ray had not noticed
+        except RankLost:  # a rank was placed on a lost node before Ray noticed the loss
             await self._start_again()
         self._placement.find_ranks()
 
@@ -149,16 +149,16 @@ class TrainerGroup:
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch, after `setup`. `train_step` takes as many inputs."""
+        """Returns the number of shares of a batch, after `setup`. `train_step` takes as many inputs."""
         return self._layouts[0].data_size
 
     @property
     def packs(self) -> bool:
-        """Whether the samples of a micro-batch share a row, after `setup`."""
+        """Returns whether the samples of a micro-batch share a row, after `setup`."""
         return self._layouts[0].packs
 
     def _inputs(self, shares: list[StepInput]) -> list[Any]:
-        """Returns the input of each rank. Ranks with the same data rank get the same one."""
+        """Returns the input of each rank. Ranks with the same data rank get the same input."""
         assert len(shares) == self.data_size
         if len(shares) == self.world_size:
             return [shares[layout.data_rank] for layout in self._layouts]
@@ -166,7 +166,7 @@ class TrainerGroup:
         return [stored[layout.data_rank] for layout in self._layouts]
 
     def _sender(self, engine: int) -> int:
-        """Returns the rank that sends to an engine. Engines are spread evenly over the ranks that send."""
+        """Returns the rank that sends to an engine. Engines are spread evenly over the sending ranks."""
         senders = [rank for rank, layout in enumerate(self._layouts) if layout.sends_weights]
         return senders[engine % len(senders)]
 
@@ -177,9 +177,9 @@ class TrainerGroup:
         return {f"trainer rank {rank}": f"{node}, {device}" for rank, (node, device) in places}
 
     async def warm_up(self) -> list[Span]:
-        """Compiles what the first training step would. Returns the span of each rank.
+        """Compiles what the first training step would compile. Returns the span of each rank.
 
-        Call it after `setup` and before any other command: a rank that compiles answers none.
+        Call it after `setup` and before any other command: a rank that compiles does not respond.
         """
         self._is_warming_up = True
         spans = await self._all("compiling the model's blocks", SETUP_TIMEOUT_SECONDS, "trainer.warm_up")
@@ -213,11 +213,11 @@ class TrainerGroup:
 
     @property
     def weights_identity(self) -> tuple[int, int]:
-        """Restarts and version. Equal only if the weights are: a restart counts versions from 0 again."""
+        """Returns restarts and version. Equal only for equal weights, since a restart counts versions from 0 again."""
         return self._num_restarts, self.version
 
     async def listen_for_engine(self, engine: int, num_workers: int) -> InitInfo:
-        """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
+        """Opens the sender's listener for an engine. Returns the data with which the engine's workers connect."""
         what = f"listening for engine {engine}"
         return await self._one(self._sender(engine), what, "listen_for_engine", engine, num_workers, self._loopback)
 
@@ -226,7 +226,7 @@ class TrainerGroup:
         await self._one(self._sender(engine), f"connecting engine {engine}", "sender.connect", engine)
 
     async def abort_engine(self, engine: int, reason: str) -> None:
-        """Aborts a transfer or connection that is blocked on this engine. Sends to other engines go on."""
+        """Aborts a transfer or connection that is blocked on this engine. Sends to other engines continue."""
         await self._one(self._sender(engine), f"abort of engine {engine}", "sender.abort", engine, reason)
 
     async def send_weights(
@@ -234,11 +234,11 @@ class TrainerGroup:
     ) -> list[SendReport]:
         """Sends the weights to these engines. Returns each rank's report. `corrupt`: see `WeightSender.send`."""
         what = f"sending weights of version {update.version}"
-        timeout = self._sync_timeout + 60  # the transfer has its own deadline; this one catches a rank that misses it
+        timeout = self._sync_timeout + 60  # the transfer has its own deadline; this one catches ranks that miss it
         return await self._all(what, timeout, "send_weights", update, engines, fingerprints, corrupt)
 
     async def weight_metadata(self) -> list[TensorMeta]:
-        """Names, shapes and types of the tensors that `send_weights` sends, in order."""
+        """Returns names, shapes and types of the tensors that `send_weights` sends, in order."""
         return (await self._all("weight metadata", 300, "trainer.backend.weight_metadata"))[0]
 
     async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
@@ -258,22 +258,22 @@ class TrainerGroup:
         return (await self._all(what, 2 * self._step_timeout, "self_check", "compare_gradients", inputs=by_rank))[0]
 
     async def save_checkpoint(self, step: int, directory: Path) -> None:
-        """Copies weights and optimizer state, which are then written to `directory`. The caller has locked `queue`."""
+        """Copies weights and optimizer state, to be written to `directory` later. The caller has locked `queue`."""
         self._saving = directory
         what = f"copying the checkpoint after step {step}"
         await self._all(what, SETUP_TIMEOUT_SECONDS, "trainer.save_checkpoint", step, directory)
 
     async def finish_checkpoint(self) -> dict[str, str]:
-        """Waits for the last checkpoint's files to be complete, and here. Not collective, no lock. Raises `OSError`.
+        """Waits until the last checkpoint's files are complete and visible here. Raises `OSError`.
 
-        Returns the digests of the ranks' files.
+        Not collective, needs no lock. Returns the digests of the ranks' files.
         """
         command = "trainer.finish_checkpoint"
         digests = await self._all("writing a checkpoint", CHECKPOINT_TIMEOUT_SECONDS, command, group="checkpoint")
         directory = self._saving
 
         def missing_files() -> list[str]:
-            from telescope.trainer.backends.fsdp import checkpoint  # imports for a second: not in the event loop
+            from telescope.trainer.backends.fsdp import checkpoint  # the import takes a second: not in the event loop
 
             return checkpoint.missing_files(directory, self.config.train_backend)
 
@@ -297,23 +297,23 @@ class TrainerGroup:
         await self._all("saving", SETUP_TIMEOUT_SECONDS, "trainer.save_hf", directory, origin)
 
     async def sync_adapter(self, directory: Path, dtype: str) -> int:
-        """Writes the adapters as a folder that servers load. Returns the bytes of their weights."""
+        """Writes the adapters as a folder that servers load. Returns the size of their weights in bytes."""
         what = f"writing the adapter of version {self.version}"
         sizes: list[int] = await self._all(what, self._sync_timeout + 60, "trainer.sync_adapter", directory, dtype)
         return sizes[0]
 
     async def take_readings(self, rank: int) -> ReadingBatch:
-        """Readings of this rank's memory since the last call. Not a collective: other commands may be running."""
+        """Returns this rank's memory readings since the last call. Not a collective: other commands may be running."""
         batch: ReadingBatch = await self._one(rank, "reading its gauges", "take_readings", group="observe")
         return replace(batch, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of every rank's process, or the reason why there are none."""
+        """Returns the stacks of every rank's process, or why there are none."""
         return await dump_stacks("trainer rank", self._ranks)
 
     async def stop(self) -> None:
         """Lets the ranks close their communicators. Ray ends their processes with the placement group."""
-        if not self._is_warming_up:  # else they do not answer, and have no communicator to a server yet
+        if not self._is_warming_up:  # ranks that compile do not respond, and have no communicator yet
             await stop_actors("trainer rank", self._ranks)
 
     async def _one(self, rank: int, what: str, command: str, *args: Any, group: str | None = "control") -> Any:
@@ -342,9 +342,9 @@ class TrainerGroup:
         inputs: Sequence[Sequence[Any]] = (),
         group: str | None = None,
     ) -> list[Any]:
-        """Runs one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one.
+        """Runs one command on all ranks within `timeout` seconds.
 
-        After `args`, rank r gets element r of each of `inputs`.
+        The caller has locked `queue`, or is the only one. Rank r gets `args`, then element r of each of `inputs`.
         """
         inputs_of_ranks = zip(*inputs, strict=True) if inputs else [()] * self.world_size
         tasks = [
@@ -374,7 +374,7 @@ class TrainerGroup:
                 task.cancel()
 
     def _exit_report(self, rank: int, what: str, reason: str) -> str:
-        """Describes how a rank's process exited, with the end of its log. `reason` is Ray's."""
+        """Describes how a rank's process exited, with the end of its log. `reason` is Ray's error."""
         log = log_tail(self._logs[rank], LOG_TAIL_BYTES, start=self._log_starts[rank])
         where = f"trainer rank {rank} on {self._nodes[rank]}"
         how = "was lost with its node" if "node has died" in reason else describe_rank_exit(log)
@@ -383,7 +383,7 @@ class TrainerGroup:
 
 
 def describe_rank_exit(log: str) -> str:
-    """The end of a rank's process in words. Ray does not report its exit code; crashes are in the log."""
+    """Returns how a rank's process exited, in words. Ray does not report its exit code; crashes are in the log."""
     if crashes := re.findall(r"Fatal Python error: (.+)", log):
         for number in CRASH_SIGNALS:
             if crashes[-1].replace("-", " ") == signal.strsignal(number):

@@ -1,7 +1,7 @@
 """Environments: where prompts come from and how answers are scored.
 
-`base` holds the classes to subclass, `registry` finds environments by name; `rollout` runs their code. The names below
-are imported when they are first used, so that importing the package stays cheap.
+`base` holds the classes to subclass, `registry` finds environments by name, and `rollout` runs their code. The names
+below are imported on first use, so that importing the package stays cheap.
 """
 
 from __future__ import annotations

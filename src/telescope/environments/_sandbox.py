@@ -1,4 +1,4 @@
-"""The older import path of `telescope.sandbox`."""
+"""Former import path of `telescope.sandbox`."""
 
 from telescope.sandbox import *  # noqa: F403
 from telescope.sandbox import __all__ as __all__

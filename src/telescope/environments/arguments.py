@@ -1,9 +1,9 @@
-"""Assigns keyword arguments of an environment to its methods, and refuses misspelled ones.
+"""Passes keyword arguments of an environment to its methods, and refuses misspelled ones.
 
 An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of a base
-class. Known are: the named parameters of both methods, followed up the inheritance for as long as each passes
-`**kwargs` on, and the names that their bodies read from `**kwargs` as literals (`kwargs.get("subset")`). Any other
-argument becomes an attribute of the instance, unless it looks like a misspelled known one.
+class. Known arguments are the named parameters of both methods, followed up the inheritance as long as each method
+passes `**kwargs` on, and the names that their bodies read from `**kwargs` as literals (`kwargs.get("subset")`). Any
+other argument becomes an attribute of the instance, unless it looks like a misspelled known one.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from telescope.utils.text import did_you_mean, is_misspelled
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
-    """Names that `cls(...)` takes, with those of `root` if `**kwargs` reaches it."""
+    """Returns the names that `cls(...)` takes, including those of `root` if `**kwargs` reaches it."""
     return _arguments_of(cls, "__init__", root).names
 
 
 def dataset_arguments(cls: type, root: type) -> set[str]:
-    """Names that `cls.load_dataset` takes."""
+    """Returns the names that `cls.load_dataset` takes."""
     return _arguments_of(cls, "load_dataset", root).names
 
 
 def known_arguments(cls: type, root: type) -> set[str]:
-    """Names that the constructor, `load_dataset` or all classes below `root` take."""
+    """Returns the names that the constructor, `load_dataset` or the constructor of `root` takes."""
     return constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:
-    """The part of `given` that `cls.load_dataset` takes."""
+    """Returns the arguments in `given` that `cls.load_dataset` takes."""
     known = dataset_arguments(cls, root)
     return {name: value for name, value in given.items() if name in known}
 
 
 def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
-    """Raises `UserError` for a misspelled parameter of `cls` or its base class."""
+    """Raises `UserError` for a misspelled argument, or for one that the class sets itself."""
     known = known_arguments(cls, root)
     refuse_near_misses(given, known, called or cls.__name__)
     fixed = [name for name in given if name not in known and name in _arguments_of(cls, "__init__", root).fixed]
@@ -54,7 +54,7 @@ def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: st
 
 
 def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
-    """Raises `UserError` for a misspelled name, with the known names."""
+    """Raises `UserError` with the known names for a misspelled name."""
     for name in given:
         if name not in known and is_misspelled(name, known):
             hint = did_you_mean(name, known)
@@ -62,7 +62,7 @@ def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> No
 
 
 def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
-    """Raises `UserError` that lists the known names when `given` holds another."""
+    """Raises `UserError` with the known names if `given` has any other name."""
     refuse_near_misses(given, known, called)
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -84,7 +84,7 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(annotation)
         except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError):
-            continue  # a class that only its author can check
+            continue  # pydantic cannot check this annotation
         try:
             adapter.validate_python(value)
         except ValidationError as error:
@@ -95,10 +95,10 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
 
 
 def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
-    """An instance named `name`. The constructor gets what it takes, `load_dataset` gets its part later.
+    """Returns an instance named `name`.
 
-    `root` is the class that users subclass, `Environment` or `Eval`. Arguments that neither method takes become
-    attributes.
+    Passes the constructor its arguments, and keeps those of `load_dataset` for later. `root` is the class that users
+    subclass, `Environment` or `Eval`. Arguments that neither method takes become attributes.
     """
     refuse_wrong_types(cls, given, root, called=f"The {root.__name__.lower()} {name!r}")
     constructor = _arguments_of(cls, "__init__", root)
@@ -107,7 +107,7 @@ def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> A
     passed = {key: value for key, value in given.items() if key in constructor.names}
     made: Any = cls(**passed, **(others if constructor.reaches_root else {}))
     null_is_unset = _named_parameters(vars(root)["__init__"])
-    left = {key: value for key, value in others.items() if key not in vars(made)}  # by a constructor that drops them
+    left = {key: value for key, value in others.items() if key not in vars(made)}  # the constructor may drop them
     set_attributes(made, {k: v for k, v in left.items() if v is not None or k not in null_is_unset})
     made._load_arguments = {**(made._load_arguments or {}), **load_arguments(cls, given, root)}
     made._name = made._name or name
@@ -115,7 +115,7 @@ def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> A
 
 
 def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
-    """Sets attributes. Raises `UserError` for the name of a method or property, which they would hide."""
+    """Sets attributes. Raises `UserError` for a name that would hide a method or property."""
     for name, value in values.items():
         existing = getattr(type(instance), name, None)
         if isinstance(existing, property) or callable(existing):
@@ -126,7 +126,7 @@ def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
 
 
 def _owners(cls: type, method: str, root: type) -> list[type]:
-    """Classes from `cls` up to, but without, `root` that define `method` themselves."""
+    """Returns the classes from `cls` up to, but without, `root` that define `method` themselves."""
     owners = []
     for owner in cls.__mro__:
         if owner is root:
@@ -141,9 +141,9 @@ class _Arguments:
     names: set[str]
     """Names that the method takes."""
     fixed: set[str]
-    """Arguments of a base class that a subclass passes by itself."""
+    """Arguments of a base class that a subclass sets itself."""
     reaches_root: bool
-    """Whether all definitions pass `**kwargs` on, up to the root."""
+    """Whether all definitions up to the root pass `**kwargs` on."""
 
 
 def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
@@ -171,7 +171,7 @@ def _named_parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
-    """Returns keywords that the source adds, as in `super().__init__(tools=[f], **m)`."""
+    """Returns the keywords passed beside the mapping, as in `super().__init__(tools=[f], **m)`."""
     return {
         keyword.arg
         for node in ast.walk(_source_of(function))
@@ -183,7 +183,7 @@ def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
 
 
 def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
-    """Returns literals read as `m["x"]`, `m.get("x")`, `m.pop("x")` or `"x" in m`."""
+    """Returns the literals read from the mapping `m`: `m["x"]`, `m.get("x")`, `m.pop("x")`, `"x" in m`."""
     names: set[str] = set()
     for node in ast.walk(_source_of(function)):
         match node:
@@ -203,4 +203,4 @@ def _source_of(function: Callable[..., Any]) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])  # built at run time, without source: only the signature is known
+        return ast.Module([], [])  # built at run time without source: only the signature is known

@@ -7,7 +7,7 @@ heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. 
 Invariants:
 - All rollouts of a process share an environment object. The state of a multi-turn rollout is in its `RolloutState`.
 - `get_sample(index)` returns the same sample in every process and at every call; random datasets are seeded.
-- Scoring methods may be plain or `async`; Telescope calls both outside the driver process.
+- Scoring methods may be plain or `async`. Telescope calls both outside the driver process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MAX_TURNS_REACHED = "max_turns_reached"
 """Reason of `MultiTurnEnvironment.is_done`."""
 
 ENV_NAME_KEY = "_env_name"
-"""Key of a sample's metadata that holds the name of its environment."""
+"""Key of a sample's metadata with the name of its environment."""
 
 GOLD = "gold pasted"
-"""The cheat that answers with the sample's answer alone. It is none where that is the form of an answer."""
+"""The cheat that gives only the sample's answer. It is no cheat if answers have that form."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Sample:
-    """One item of a dataset. A `prompt` of type str becomes the user's message."""
+    """One item of a dataset. A `str` prompt becomes the user's message."""
 
     prompt: str | list[ChatMessage]
     answer: str = ""
@@ -69,7 +69,7 @@ class RewardResult:
 
 @dataclass(slots=True, frozen=True)
 class GoldCheck:
-    """How a reward reads a sample's own answer. `problem` says why no completion can equal it."""
+    """How a reward reads a sample's reference answer. `problem` says why no completion can equal it."""
 
     parsed: str
     problem: str | None = None
@@ -92,11 +92,11 @@ class EvalMetricsResult:
 
 @dataclass
 class TrajectoryStep:
-    """One turn: the conversation that the model saw, and its answer.
+    """One turn: the conversation that the model saw, and its completion.
 
     `completion` is a list with one assistant message, whose content is the decoded text without its end token.
-    `completion_logprobs` is as long as `completion_token_ids`, or empty if they were not requested. `is_truncated`: the
-    answer was cut off before the model ended it.
+    `completion_logprobs` is as long as `completion_token_ids`, or empty if logprobs were not requested. `is_truncated`:
+    the completion was cut off before the model ended it.
     """
 
     prompt: list[ChatMessage]
@@ -108,7 +108,7 @@ class TrajectoryStep:
 
     @property
     def text(self) -> str:
-        """The answer as text."""
+        """Returns the completion as text."""
         texts = [str(message["content"]) for message in self.completion]
         return texts[0] if len(texts) == 1 else "".join(texts)
 
@@ -132,23 +132,23 @@ class RolloutState:
 
     @property
     def num_turns(self) -> int:
-        """Answers of the model so far."""
+        """Returns the number of completions so far."""
         return len(self.trajectory)
 
     def get_full_completion_ids(self) -> list[int]:
-        """Token ids of all answers, in order."""
+        """Returns the token ids of all completions in order."""
         return [token_id for step in self.trajectory for token_id in step.completion_token_ids]
 
     def get_full_logprobs(self) -> list[float]:
-        """Logprobs of all answers, in order. As many as there are completion ids if they were requested."""
+        """Returns the logprobs of all completions in order, one per completion id if they were requested."""
         return [logprob for step in self.trajectory for logprob in step.completion_logprobs]
 
 
 def sample_uid(sample: Sample) -> str:
-    """Identity of a dataset item.
+    """Returns the identity of a dataset item.
 
-    It is 16 hex digits over prompt, answer and metadata. It does not depend on the name of the environment or on the
-    position in the dataset, so an evaluation item is recognized in a training set of another name.
+    It is 16 hex digits over prompt, answer and metadata. It does not depend on the environment's name or the position
+    in the dataset, so an evaluation item is recognized in a training set of another name.
     """
     metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
     content = [sample.prompt, sample.answer, metadata]
@@ -157,9 +157,9 @@ def sample_uid(sample: Sample) -> str:
 
 
 class Dataset(ABC):
-    """Samples that are loaded when first needed. Environments and evals derive from it."""
+    """Samples that are loaded on first use. Base class of environments and evals."""
 
-    # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
+    # Class-level defaults, so that a subclass works even if its __init__ does not call super().
     _name: str = ""
     _load_arguments: dict[str, Any] | None = None
     _samples: list[Sample] | None = None
@@ -167,7 +167,7 @@ class Dataset(ABC):
 
     @property
     def name(self) -> str:
-        """The display name; the registry's name unless the subclass overrides it."""
+        """Returns the display name: the registry's name unless the subclass overrides it."""
         return self._name or type(self).__name__
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Dataset(ABC):
         return len(self._loaded())
 
     def get_sample(self, index: int) -> Sample:
-        """The sample at `index`; the same one in every process."""
+        """Returns the sample at `index`, the same one in every process."""
         return self._loaded()[index]
 
     def _loaded(self) -> list[Sample]:
@@ -198,15 +198,15 @@ class Dataset(ABC):
         return self._samples
 
     def _environment_name(self) -> str:
-        """Value of `_env_name` in the metadata of the samples."""
+        """Returns the value of `_env_name` in the samples' metadata."""
         return self.name
 
 
 class Environment(Dataset):
-    """A dataset and a reward. Subclass `SingleTurnEnvironment` or `MultiTurnEnvironment` rather than this.
+    """A dataset and a reward. Subclass `SingleTurnEnvironment` or `MultiTurnEnvironment` instead of this class.
 
     Class attributes that a subclass may set: `reward_min` and `reward_max` (expected range of the reward, for charts),
-    `metrics_ranges` (`{"correct": {"min": 0.0, "max": 1.0}}`, likewise), `tags_options` (values that a tag takes),
+    `metrics_ranges` (`{"correct": {"min": 0.0, "max": 1.0}}`, for charts), `tags_options` (the values of each tag),
     `uses_chat_template` (False: the prompt goes to the model as plain text), `keeps_eos_token` (True: the completion
     that is scored still ends with the end token, if the model wrote one).
     """
@@ -223,7 +223,7 @@ class Environment(Dataset):
     judge: Judge | None = None
     """A model that scores answers, from the keyword argument `judge`."""
     rollout_timeout_seconds: float = 3600.0
-    """Time for a `rollout` of its own, generation included."""
+    """Time limit of an overridden `rollout`, generation included."""
     endpoint_socket: str = ""
     """Unix socket of the endpoint for agents in local sandboxes, in a rollout worker whose environments have agents."""
     resources_per: ClassVar[Literal["host", "process"]] = "host"
@@ -237,7 +237,7 @@ class Environment(Dataset):
         judge: Judge | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Receives the remaining keywords; those that `load_dataset` does not name become attributes.
+        """Receives the remaining keywords. Those that `load_dataset` does not name become attributes.
 
         Raises `UserError` for a misspelled keyword.
         """
@@ -258,34 +258,34 @@ class Environment(Dataset):
         return False
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        """Runs one sample from its prompt to its score; by default the turn loop, with `compute_reward`.
+        """Runs one sample from its prompt to its score. By default it runs the turn loop and `compute_reward`.
 
-        One of your own is an agent, which gets answers of the policy from `context`.
+        Override it to write an agent, which gets completions of the policy from `context`.
         """
         return await context.take_turns()
 
     def notice(self, text: str) -> None:
         """Prints and records `text` before training.
 
-        Use it for what the user of a run must know. Call it from the constructor or from `load_dataset`; later it only
+        Use it for facts that the user of a run must know. Call it from the constructor or `load_dataset`; later it only
         goes to the log.
         """
         logger.warning("%s", text)
         self._notices = (*self._notices, text)
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:
-        """Says how the reward reads the sample's own answer, and whether a completion can equal it.
+        """Returns how the reward reads the sample's reference answer, and whether a completion can equal it.
 
-        Called for some samples before a run. None: the environment has no such answers.
+        Called for some samples before a run. None: the environment has no reference answers.
         """
         return None
 
     def solution(self, sample: Sample) -> list[str]:
-        """Returns answers, one a turn, that earn the full reward (`telescope envs check`). Empty: they are unknown."""
+        """Returns answers, one per turn, that earn the full reward (`telescope envs check`). Empty if unknown."""
         return []
 
     def cheats(self, sample: Sample) -> dict[str, str]:
-        """Returns answers that must earn nothing (`telescope envs check`), by what they do. Each is every turn's."""
+        """Returns answers that must earn nothing, by name (`telescope envs check`). Each is given in every turn."""
         messages: list[ChatMessage] = []
         if isinstance(self, MultiTurnEnvironment):
             messages = self.get_initial_prompt(sample)
@@ -295,21 +295,21 @@ class Environment(Dataset):
         return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: sample.answer} if sample.answer else {})
 
     async def check_resources(self) -> None:
-        """Awaited once before a run, in a process of its own. Raises `UserError` for what resources lack."""
+        """Checks the resources. Awaited once before a run, in its own process. Raises `UserError` if one is missing."""
         if self.judge is not None:
             await self.judge.check()
 
     async def prepare_resources(self) -> None:
-        """Awaited before the first completion is scored.
+        """Prepares resources. Awaited before the first completion is scored.
 
         Start a pool of sandboxes here, or open connections. An environment that overrides this runs in one process per
-        host, so a host has its resources once; with `resources_per = "process"` every process runs it and prepares its
-        own resources.
+        host, so a host has its resources once. With `resources_per = "process"` every process runs it and has its own
+        resources.
         """
         return None
 
     async def close_resources(self) -> None:
-        """Awaited for some seconds when the process ends normally. Not called after a crash."""
+        """Closes resources. Awaited for some seconds when the process ends normally; not called after a crash."""
         if self.judge is not None:
             await self.judge.close()
 
@@ -339,14 +339,14 @@ class SingleTurnEnvironment(Environment):
     def compute_eval_metrics(
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
+        """Returns the metrics of an evaluation, by default the reward and its `sample_metrics`."""
         return _as_eval_metrics(self.compute_reward(completion, sample, eos_token))
 
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The conversation before the completion.
+        """Returns the conversation before the completion.
 
-        A question of type str follows the instruction after a blank line. A list of messages is used unchanged, with
-        the system prompt in front unless it has its own.
+        A `str` question follows the instruction after a blank line. A list of messages is used unchanged, with the
+        system prompt in front unless it has its own.
         """
         if isinstance(question, str) and self.instruction_prompt:
             question = f"{self.instruction_prompt}\n\n{question}"
@@ -359,11 +359,11 @@ class SingleTurnEnvironment(Environment):
         add_thinking_prefix: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The text that the model continues.
+        """Returns the text that the model continues.
 
-        `tokenizer` is anything with transformers' `apply_chat_template`, which also receives `chat_template_kwargs`.
-        `add_thinking_prefix` None means the setting of the environment. Without a chat template
-        (`uses_chat_template = False`) the messages are joined by blank lines.
+        `tokenizer` is any object with transformers' `apply_chat_template`, which also receives `chat_template_kwargs`.
+        `add_thinking_prefix` None means the environment's setting. If `uses_chat_template` is False, the messages are
+        joined by blank lines.
         """
         messages = self.build_messages(question)
         if self.uses_chat_template:
@@ -377,16 +377,16 @@ class SingleTurnEnvironment(Environment):
 
 
 class MultiTurnEnvironment(Environment):
-    """A conversation: the model answers, the environment responds, until it is done. Then the whole is scored.
+    """A conversation: the model answers and the environment responds until it is done. Then the whole is scored.
 
-    After each answer, which is then the last step of `state.trajectory`: `env_response`, then `is_done`, then, unless
-    done, `get_next_prompt_messages` gives the next prompt. So `env_response` sees every answer, the last one included,
-    and may judge it. All methods may be plain or `async`.
+    Each answer becomes the last step of `state.trajectory`. Then `env_response` and `is_done` are called and, unless
+    done, `get_next_prompt_messages` returns the next prompt. So `env_response` sees every answer, including the last
+    one, and may judge it. All methods may be plain or `async`.
 
     Class attributes that a subclass may set: `checks_done_first` (True: `is_done` is also called before `env_response`,
     and an answer that ends the rollout gets no response, which saves an expensive last call),
     `continues_after_truncation` (False: an answer that was cut off ends the rollout, after `env_response`). With
-    `add_thinking_prefix` every answer starts with `<think>`, which the prompt ends with.
+    `add_thinking_prefix` every prompt ends with `<think>`, which becomes the start of the answer.
     """
 
     max_turns: int = 10
@@ -407,20 +407,20 @@ class MultiTurnEnvironment(Environment):
 
     @property
     def role_of_replies(self) -> str:
-        """Role of the environment's messages. Environments of one's own may set `reply_role` or `tool_role`."""
+        """Returns the role of the environment's messages. A custom environment may set `reply_role` or `tool_role`."""
         return str(getattr(self, "reply_role", None) or getattr(self, "tool_role", None) or "user")
 
     @property
     def form_of_a_call(self) -> str:
-        """A call of a tool as the prompt shows it, if there are tools."""
+        """Returns a tool call as the prompt shows it, if there are tools."""
         return ""
 
     def create_initial_state(self, sample: Sample) -> RolloutState:
-        """The state of a new rollout. Override it to fill `custom`."""
+        """Returns the state of a new rollout. Override it to fill `custom`."""
         return RolloutState(sample=sample, env_name=self.name)
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
-        """The first conversation. The same at every call, since all rollouts of a group share it."""
+        """Returns the first conversation. It must be the same at every call, since all rollouts of a group share it."""
         return _with_system_prompt(sample.prompt, self.system_prompt)
 
     @abstractmethod
@@ -433,9 +433,9 @@ class MultiTurnEnvironment(Environment):
         """
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Returns whether the rollout ends here, and the reason, which is recorded. Called after `env_response`.
+        """Returns whether the rollout ends here, and the reason to record. Called after `env_response`.
 
-        By default it ends after `max_turns` answers; if that is 0 or less, only the context bounds it.
+        By default it ends after `max_turns` answers. If that is 0 or less, only the context limits it.
         """
         if 0 < self.max_turns <= state.num_turns:
             return True, MAX_TURNS_REACHED
@@ -444,7 +444,7 @@ class MultiTurnEnvironment(Environment):
     def get_next_prompt_messages(
         self, state: RolloutState, env_response_messages: list[ChatMessage]
     ) -> list[ChatMessage]:
-        """Returns the conversation of the next turn, by default everything so far and the environment's response."""
+        """Returns the next turn's conversation: by default everything so far and the environment's response."""
         return [*conversation(state), *env_response_messages]
 
     @abstractmethod
@@ -454,7 +454,7 @@ class MultiTurnEnvironment(Environment):
     def compute_eval_metrics(
         self, state: RolloutState, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
+        """Returns the metrics of an evaluation, by default the reward and its `sample_metrics`."""
         return _as_eval_metrics(self.compute_reward(state, eos_token))
 
     def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
@@ -463,17 +463,17 @@ class MultiTurnEnvironment(Environment):
 
 
 def wrapped_environment(owner: Any) -> Environment | None:
-    """The environment itself, or the one that an eval wraps, if any."""
+    """Returns the environment itself, or the environment that an eval wraps, if any."""
     return owner if isinstance(owner, Environment) else owner.env
 
 
 def is_agent(environment: Any) -> bool:
-    """Returns whether an environment, or a class of them, has a `rollout` of its own."""
+    """Returns whether an environment, or an environment class, overrides `rollout`."""
     return getattr(environment.rollout, "__func__", environment.rollout) is not Environment.rollout
 
 
 def multi_turn_environment(owner: Any) -> MultiTurnEnvironment:
-    """The multi-turn environment itself, or the one that an eval wraps."""
+    """Returns the multi-turn environment itself, or the one that an eval wraps."""
     found = wrapped_environment(owner)
     assert isinstance(found, MultiTurnEnvironment)
     return found
@@ -486,7 +486,7 @@ def notices_of(owner: Any) -> list[str]:
 
 
 def conversation(state: RolloutState) -> list[ChatMessage]:
-    """The last turn's prompt and answer as messages. Empty before the first answer."""
+    """Returns the last turn's prompt and answer as messages. Empty before the first answer."""
     if not state.trajectory:
         return []
     last = state.trajectory[-1]
@@ -494,18 +494,18 @@ def conversation(state: RolloutState) -> list[ChatMessage]:
 
 
 def assistant_message(text: str) -> ChatMessage:
-    """An answer as a chat message."""
+    """Returns an answer as a chat message."""
     return {"role": "assistant", "content": text}
 
 
 def with_thinking_prefix(text: str) -> str:
-    """Appends `<think>` to the prompt unless the template wrote it."""
+    """Appends `<think>` to the prompt unless the template has written it."""
     return text if text.rstrip().endswith(THINKING_PREFIX) else text + THINKING_PREFIX
 
 
 def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
     """Returns the prompt as messages, with the system prompt first if missing. Raises `MalformedResultError`."""
-    from telescope.environments.serialization import serialize_messages  # which needs the classes above
+    from telescope.environments.serialization import serialize_messages  # it needs the classes above
 
     messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, str):
@@ -516,7 +516,7 @@ def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str 
 
 
 def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:
-    """Turns a reward into eval metrics: its sample metrics, and `reward`."""
+    """Converts a reward to eval metrics: its sample metrics, and `reward`."""
     return EvalMetricsResult(
         metrics={"reward": result.total_reward, **result.sample_metrics},
         golden_answers=result.golden_answers,
@@ -535,4 +535,4 @@ def _as_eval_metrics(
 
 
 BaseEnvironment = Environment
-"""The older name of `Environment`."""
+"""Former name of `Environment`."""

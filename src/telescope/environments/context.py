@@ -1,4 +1,4 @@
-"""What a rollout that a user writes works with: `RolloutContext`, its conversations, and answers of the policy.
+"""The interface for user-written rollouts: `RolloutContext`, its conversations, and completions of the policy.
 
     class Solver(Environment):
         async def rollout(self, sample, context):
@@ -6,7 +6,7 @@
             answer = await context.generate(messages)
             return RewardResult(total_reward=float(answer.text == sample.answer))
 
-Everything here is a thin layer over `Services`, which a rollout worker implements (`rollout.context`), so an agent can
+This is a thin layer over `Services`, which a rollout worker implements (`rollout.context`), so an agent can
 be tried without one. Imports nothing heavy.
 """
 
@@ -41,42 +41,42 @@ SUMMARY_HEADING = "Summary of what has happened so far:"
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """One request for an answer of the policy: `messages` in the form of OpenAI's chat API, or `token_ids`."""
+    """One request for a completion: `messages` in the form of OpenAI's chat API, or `token_ids`."""
 
     messages: Sequence[ChatMessage] = ()
     token_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI schemas of the tools that the chat template shows to the model."""
     chat: str = ""
-    """Name of its conversation."""
+    """Name of the conversation."""
     train: bool = True
     """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """`max_tokens`, `stop` (list of texts); other sampling parameters are those of the run."""
+    """`max_tokens` and `stop` (list of texts). The run sets the other sampling parameters."""
     cause: str | None = None
-    """Why it does not extend the conversation, where the caller knows (`compaction`)."""
+    """Why the call does not extend the conversation, if the caller knows (`compaction`)."""
 
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """An answer of the policy. `raw_text` is all that was sampled, without the end token."""
+    """A completion of the policy. `raw_text` is the whole sampled text without the end token."""
 
     text: str
     """Without reasoning and tool calls."""
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     finish_reason: str = "stop"
-    """`stop`, `tool_calls`, or `length` where `max_tokens` or the context ended it."""
+    """`stop`, `tool_calls`, or `length` if `max_tokens` or the context ended it."""
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     num_prompt_tokens: int = 0
     raw_text: str = ""
     id: str = ""
-    """Unique in the rollout; ids of its tool calls are made of it."""
+    """Unique in the rollout. Ids of its tool calls contain it."""
 
     @property
     def message(self) -> ChatMessage:
-        """The answer as a message of OpenAI's chat API, to be appended to the conversation."""
+        """Returns the completion as a message of OpenAI's chat API, to append to the conversation."""
         message: ChatMessage = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def openai_tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls in the form of OpenAI's chat API. One that cannot be read has its text as arguments."""
+        """Returns the tool calls in the form of OpenAI's chat API. An unreadable call has its text as arguments."""
         return [
             {
                 "id": f"call_{self.id}_{index}",
@@ -101,19 +101,19 @@ class Answer:
 
 
 class RefusedCall(UserError):
-    """A call that the policy cannot answer, such as one beyond the context. Endpoints answer it with 400 and `code`."""
+    """A call that the policy cannot serve, such as one beyond the context. Endpoints respond with 400 and `code`."""
 
     code = "context_length_exceeded"
 
 
 class Services(Protocol):
-    """What a rollout worker provides to a rollout."""
+    """The services of a rollout worker for a rollout."""
 
     api_key: str
     """Secret of the rollout."""
 
     async def complete(self, call: Call) -> Answer:
-        """Samples an answer. Raises `RefusedCall`, and `InfrastructureError` when no engine answers."""
+        """Samples a completion. Raises `RefusedCall`, and `InfrastructureError` when no engine responds."""
         ...
 
     async def take_turns(self) -> RewardResult:
@@ -125,16 +125,16 @@ class Services(Protocol):
         ...
 
     async def sandbox(self, image: str | None) -> Any:
-        """Returns a sandbox that ends with the rollout."""
+        """Returns a sandbox that is destroyed with the rollout."""
         ...
 
     def base_url(self, chat: str) -> str:
-        """Returns the URL of the endpoint for one conversation of the rollout."""
+        """Returns the endpoint's URL for one conversation of the rollout."""
         ...
 
 
 class Chat:
-    """A conversation with the policy. With a `reward` of its own, its tokens get their advantage from that."""
+    """A conversation with the policy. If it has a `reward`, its tokens get their advantage from that reward."""
 
     def __init__(self, services: Services, name: str = "", reward: float | None = None) -> None:
         self._services = services
@@ -156,7 +156,7 @@ class Chat:
         sampling: Mapping[str, Any] | None = None,
         train: bool = True,
     ) -> Answer:
-        """Returns the policy's answer to messages, or to token ids.
+        """Returns the policy's completion of messages or token ids.
 
         Messages that extend an earlier call of this rollout reuse its token ids, and only the rest is rendered.
         `sampling` may have `max_tokens` and `stop`.
@@ -172,9 +172,9 @@ class Chat:
     ) -> list[ChatMessage]:
         """Returns a shorter conversation: system messages, the first user message, and the last `keep` messages.
 
-        Those between are dropped, or (`by="summary"`) replaced by a summary that the policy writes and that is trained;
-        it follows the first user message. A result of a tool whose call is dropped goes with it. Training goes on in a
-        new sequence, which begins with the shorter conversation.
+        The messages between them are dropped. With `by="summary"`, a summary of them that the policy writes follows the
+        first user message, and the summary is trained. A tool result whose call is dropped is dropped too. Training
+        continues in a new sequence, which begins with the shorter conversation.
         """
         if by not in ("summary", "drop") or keep < 0:
             raise ValueError(f"compact got by={by!r}, keep={keep!r}: use summary or drop, and 0 or more")
@@ -195,7 +195,7 @@ class Chat:
 
     @property
     def base_url(self) -> str:
-        """URL of an OpenAI-compatible endpoint whose model is the policy, for this rollout only.
+        """Returns the URL of an OpenAI-compatible endpoint for this rollout only. Its model is the policy.
 
         Anthropic's clients take the same URL without `/v1` (`env`).
         """
@@ -203,7 +203,7 @@ class Chat:
 
     @property
     def api_key(self) -> str:
-        """Key of the endpoint."""
+        """Returns the endpoint's key."""
         return self._services.api_key
 
     def env(self) -> dict[str, str]:
@@ -232,7 +232,7 @@ class Chat:
 
     def _http(self, client: Any) -> Any:
         """Returns an SDK's HTTP client, which is closed with the rollout."""
-        # The endpoint has no TLS, and reading its certificates would take 60 ms of the event loop.
+        # The endpoint has no TLS, and reading certificates would block the event loop for 60 ms.
         self._clients.append(client(verify=False))
         return self._clients[-1]
 
@@ -243,27 +243,27 @@ class Chat:
 
 
 class RolloutContext(Chat):
-    """What `Environment.rollout` receives. It is itself the rollout's main conversation."""
+    """The argument of `Environment.rollout`. It is itself the rollout's main conversation."""
 
     def __init__(self, services: Services, deadline: float) -> None:
         super().__init__(services)
         self.deadline = deadline
-        """Time of `time.monotonic()` at which the rollout is ended."""
+        """Deadline of the rollout, in seconds of `time.monotonic()`."""
         self.cancelled = False
-        """The rollout was cancelled: its answers are no longer wanted."""
+        """Whether the rollout has ended, so that its completions are no longer needed."""
         self.chats: dict[str, Chat] = {}
         self.metrics: dict[str, float] = {}
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline."""
+        """Returns the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def chat(self, name: str, reward: float | None = None) -> Chat:
-        """Opens a named conversation: a sub-agent, an opponent, a simulated user.
+        """Opens a named conversation, such as a sub-agent, an opponent or a simulated user.
 
-        With a `reward`, now or set later on the object, its tokens are compared with the same conversation of the
-        other samples of the group; without one they get the rollout's advantage.
+        With a `reward`, given now or set later, its tokens are compared with the same conversation of the group's other
+        samples. Without one they get the rollout's advantage.
         """
         if not isinstance(name, str) or not name or name in self.chats:
             is_known = isinstance(name, str) and name
@@ -279,19 +279,19 @@ class RolloutContext(Chat):
         return await self._services.take_turns()
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
-        """Returns the judge's answer: text, or with a JSON `schema` the parsed object. It is never trained.
+        """Returns the judge's answer: text, or the parsed object if there is a JSON `schema`. It is never trained.
 
-        A failure raises, which masks the sample.
+        A failure raises an error, which masks the sample.
         """
         return await self._services.judge(prompt, schema, model)
 
     async def run(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None, stdin: str = ""
     ) -> ExecResult:
-        """Runs an agent as a process of this machine. Returns its exit code and output.
+        """Runs an agent as a local process. Returns its exit code and output.
 
-        Its environment has `env()` and `env`. It is killed with all of its processes when the rollout ends; a program
-        that the model writes belongs into a `sandbox`.
+        Its environment variables include `env()` and `env`. It is killed with all of its processes when the rollout
+        ends. Run programs that the model writes in a `sandbox` instead.
         """
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
@@ -305,9 +305,9 @@ class RolloutContext(Chat):
         return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))
 
     async def sandbox(self, image: str | None = None) -> Any:
-        """Returns a sandbox from the environment's pool, which is destroyed with the rollout."""
+        """Returns a sandbox from the environment's pool. It is destroyed with the rollout."""
         return await self._services.sandbox(image)
 
     def metric(self, name: str, value: float) -> None:
-        """Records a number of this sample, as `sample_metrics` of the reward do."""
+        """Records a number for this sample, like `sample_metrics` of the reward."""
         self.metrics[name] = float(value)

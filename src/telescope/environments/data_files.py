@@ -18,16 +18,16 @@ NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/
 
 
 def is_local(name: str) -> bool:
-    """Returns whether `name` means a file or folder of this machine, and not a dataset of the hub."""
+    """Returns whether `name` means a local file or folder, not a dataset of the hub."""
     path = user_path(name)
     return path.exists() or path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def read_local(owner: str, name: str, split: str | None, subset: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, or of the files of a split in a folder, whose subfolder is the subset.
+    """Yields the rows of a file, or of a split's files in a folder. A subset is a subfolder.
 
-    A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError`,
-    with the files or splits that exist, for a missing one, and with the line for a broken one.
+    A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError` for
+    a missing file or split, with the existing ones, and for a broken file, with the line.
     """
     if "://" in name:
         raise UserError(
@@ -68,7 +68,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path, wanted: str = "") -> str:
-    """Returns a sentence with the data files of a folder, the name closest to `wanted` first."""
+    """Returns a sentence that lists a folder's data files, the one most similar to `wanted` first."""
     names = [str(file.relative_to(folder)) for file in _data_files(folder)]
     close = nearest_name(wanted, [Path(name).name for name in names])
     names.sort(key=lambda name: Path(name).name != close)

@@ -1,4 +1,4 @@
-"""Checks before a run that the answers of a dataset can be equaled by a completion."""
+"""Checks before a run that completions can equal the reference answers (golds) of a dataset."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from telescope.errors import UserError
 MAX_CHECKED = 200
 """Items that are checked, across the dataset. A comparison takes about a millisecond."""
 MAX_SECONDS = 20.0
-"""Time for one dataset, should its answers be expensive to read."""
+"""Time limit for one dataset, in case its answers are expensive to read."""
 
 
 def report_golds(name: str, dataset: Any) -> str | None:
-    """Returns a sentence on the golds that no completion can equal. None if there are none, or no golds at all.
+    """Returns a sentence about golds that no completion can equal. None if there are none, or no golds at all.
 
-    `dataset` is an environment or an eval. Raises `UserError` if most golds are of this kind.
+    `dataset` is an environment or an eval. Raises `UserError` if no completion can equal most of the golds.
     """
     environment = wrapped_environment(dataset)
     # A class that replaces the reward, or an eval with its own metrics, may read other answers.

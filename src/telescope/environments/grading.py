@@ -1,4 +1,4 @@
-"""The rubric of a judge: criteria with weights, the prompt that asks for a grade of each, and how far they are met."""
+"""A judge's rubric: criteria with weights, the prompt that asks for a grade of each, and the resulting score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def grading_request(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the prompt that asks for a grade of each criterion, and the schema of the grades.
 
-    The answer cannot leave its place: the mark around it is a digest of it. Raises `UserError` if no criterion counts.
+    The answer cannot break out of its place in the prompt: the mark around it is a digest of it. Raises `UserError` if
+    no criterion counts.
     """
     if not any(weight > 0 for weight in weights.values()):
         raise UserError(f"judge: no criterion has a weight above 0: {dict(weights)}.")
@@ -42,7 +43,7 @@ def grading_request(
 
 
 def share_met(grades: Mapping[str, Any], weights: Mapping[str, float]) -> float:
-    """Returns the weighted share of the criteria that is met, from 0 to 1. Only positive weights count as reachable."""
+    """Returns the weighted share of criteria that are met, 0 to 1. Only positive weights count as reachable."""
     reachable = BEST * sum(weight for weight in weights.values() if weight > 0)
     reached = sum(weights[criterion] * grades[name] for name, criterion in _names(weights).items())
     return min(1.0, max(0.0, reached / reachable))
@@ -52,7 +53,7 @@ async def agreement(judge: Judge, rows: Sequence[Mapping[str, Any]]) -> tuple[fl
     """Returns the share of rows where the judge agrees with `label`, and Cohen's kappa.
 
     Rows have `question`, `answer`, `label` (true, false, or 0 to 1), and may have `reference` and `criteria`. A score
-    or a label from 0.5 on is positive.
+    or label of at least 0.5 is positive.
     """
     names = ("question", "answer", "reference", "criteria")
     asked = (judge.score(**{name: row[name] for name in names if name in row}) for row in rows)

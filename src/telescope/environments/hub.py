@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Columns = Sequence[Sequence[str]]
-"""What a dataset must have. Each entry lists alternatives."""
+"""Required columns of a dataset. Each entry lists alternatives."""
 
 OWN = "or set dataset: own for the few that ship with Telescope"
 
@@ -57,11 +57,11 @@ def hub_rows(
     only: bool = False,
     otherwise: str = OWN,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all `subsets`, one after the other, or those of the local file or folder `name`.
+    """Yields the rows of all `subsets`, one after the other, or the rows of the local file or folder `name`.
 
-    `owner` is the environment or eval that errors name, `otherwise` another fix. With `only` rows of the hub have no
-    columns besides `columns`. Raises `UserError` if the dataset, a column or the package datasets is missing, and
-    `UnreachableError` without the hub.
+    Errors name `owner`, the environment or eval, and suggest `otherwise` as another fix. With `only`, rows of the hub
+    have no columns besides `columns`. Raises `UserError` if the dataset, a column or the package datasets is missing,
+    and `UnreachableError` without the hub.
     """
     if is_local(name):
         for subset in subsets:

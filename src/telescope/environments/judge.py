@@ -5,7 +5,7 @@
     score = await self.judge.score(sample.prompt, completion, reference=sample.answer, criteria={"It is polite.": 1})
 
 Invariants: a judge that fails raises `InfrastructureError`, which masks the sample; it never becomes a reward of 0.
-Equal requests are asked once, by model, prompt and schema; the policy, which changes, is asked every time.
+Requests with the same model, prompt and schema are sent once; the policy, which changes, is asked every time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MAX_ANSWERS, MAX_RETRIES = 3, 4
 """Answers until one fits the schema, and retries of a request by the SDK, with growing pauses."""
 
 USAGE: ContextVar[dict[str, float] | None] = ContextVar("judge usage", default=None)
-"""Metrics of the current rollout (`judge/...`), which `USAGE.set({})` begins."""
+"""Metrics of the current rollout (`judge/...`). `USAGE.set({})` begins a new rollout."""
 COMPLETE: ContextVar[Callable[[str], Awaitable[str]] | None] = ContextVar("policy as judge", default=None)
-"""Returns an untrained answer of the policy to a prompt. Set by what runs a rollout."""
+"""Returns an untrained completion of a prompt by the policy. Set by the code that runs a rollout."""
 
 
 class Judge(BaseModel):
@@ -76,7 +76,7 @@ class Judge(BaseModel):
 
     @classmethod
     def of(cls, value: Any) -> Judge:
-        """Returns the judge that a keyword argument means: its settings, or itself. Raises `UserError`."""
+        """Returns the judge for a keyword argument, which is a judge or its settings. Raises `UserError`."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -89,9 +89,9 @@ class Judge(BaseModel):
         return self.url == POLICY
 
     async def ask(self, prompt: str, schema: Mapping[str, Any] | None = None, model: str | None = None) -> Any:
-        """Returns the answer as text, or with a JSON `schema` as its object. Raises `InfrastructureError`."""
+        """Returns the judge's answer: text, or an object if there is a JSON `schema`. Raises `InfrastructureError`."""
         started_at, request = time.monotonic(), (prompt, schema, model or self.model)
-        if self._loop is not asyncio.get_running_loop():  # requests and connections of another loop are of no use here
+        if self._loop is not asyncio.get_running_loop():  # requests and connections of another loop cannot be used here
             self._loop, self._client = asyncio.get_running_loop(), None
             self._slots = asyncio.Semaphore(self.max_concurrent)
             self._answers = OrderedDict((key, task) for key, task in self._answers.items() if task.done())
@@ -113,7 +113,7 @@ class Judge(BaseModel):
     ) -> float:
         """Returns how far an answer meets the criteria, from 0 to 1. Their weights may be negative.
 
-        The judge does not see the answer's reasoning. An empty answer is 0.
+        The judge does not see the answer's reasoning. An empty answer gets 0.
         """
         answer = strip_think_tags(answer_text(answer)).strip()
         weights = {criteria: 1.0} if isinstance(criteria, str) else criteria
@@ -121,7 +121,7 @@ class Judge(BaseModel):
         return share_met(await self.ask(prompt, schema), weights) if answer else 0.0
 
     async def check(self) -> None:
-        """Asks for a small answer. Raises `UserError` with the fix if there is none."""
+        """Sends a small request. Raises `UserError` with the fix if it fails."""
         try:
             if not self.is_policy:
                 await self.ask('Reply with {"ready": true}.', object_schema({"ready": {"type": "boolean"}}))
@@ -140,7 +140,7 @@ class Judge(BaseModel):
             await client.close()
 
     def _shared(self, *request: Any) -> asyncio.Task[str]:
-        """Returns the cached or running task of a request, or starts it."""
+        """Returns the cached or running task of a request, or starts one."""
         key = hashlib.sha256(json.dumps(request).encode()).digest()
         if key in self._answers:
             _count(cache_hits=1)
@@ -180,7 +180,7 @@ class Judge(BaseModel):
             if (complete := COMPLETE.get()) is None:
                 raise UserError("judge: url is policy, which judges only within a rollout. Set url to a server.")
             return await complete(prompt)
-        openai = await asyncio.to_thread(importlib.import_module, "openai")  # which takes a second
+        openai = await asyncio.to_thread(importlib.import_module, "openai")  # takes a second
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
@@ -207,7 +207,7 @@ class Judge(BaseModel):
 
 
 def _fitting(text: str, schema: Mapping[str, Any]) -> str:
-    """Returns the JSON object in an answer. Raises `ValueError` if there is none that fits the schema."""
+    """Returns the JSON object in an answer. Raises `ValueError` if none fits the schema."""
     import jsonschema
 
     text = strip_think_tags(answer_text(text))

@@ -1,8 +1,8 @@
-"""Local rollouts: one item of an environment, without an engine.
+"""Runs one item of an environment locally, without an engine.
 
-For authors of environments: messages are text, in the order of a training run (`take_turn`), and the answers come
-from a function, such as a script or `ChatServer`, a client of OpenAI's chat API. Runs user code in this process and
-without deadlines; a training run does neither.
+For authors of environments: messages are text, in the order of a training run (`take_turn`), and the answers come from
+a function, such as a script or `ChatServer`, a client of OpenAI's chat API. Runs user code in this process and without
+deadlines, unlike a training run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from telescope.errors import RunError, UserError
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """An answer of the model. `is_truncated`: it was cut off."""
+    """An answer of the model. `is_truncated`: the answer was cut off."""
 
     text: str
     is_truncated: bool = False
@@ -54,12 +54,12 @@ NO_MORE_ANSWERS = "no_more_answers"
 
 
 class NoAnswerError(UserError):
-    """There was no answer to the first prompt of an item."""
+    """The first prompt of an item, or a call of an agent, got no answer."""
 
 
 @dataclass(slots=True, frozen=True)
 class LocalRollout:
-    """A finished rollout: messages, score, and the reason for its end. The score has the fields of `RewardRecord`."""
+    """A finished rollout: messages, score, and why it ended. The score has the fields of `RewardRecord`."""
 
     messages: list[ChatMessage]
     score: dict[str, Any]
@@ -70,7 +70,7 @@ class LocalRollout:
 def roll_out_item(
     environment: Environment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None] = lambda _: None
 ) -> LocalRollout:
-    """Runs the item at `index`. Calls `on_message` with every message as it is added.
+    """Runs the item at `index`. Calls `on_message` with each message as it is added.
 
     Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NoAnswerError`.
     """
@@ -91,7 +91,7 @@ def roll_out_item(
 class Reply:
     """The environment's reply to an answer.
 
-    It has `done` with a `reason`, or the `added` messages and the next `conversation`.
+    It has either `done` with a `reason`, or the `added` messages and the next `conversation`.
     """
 
     done: bool
@@ -101,7 +101,7 @@ class Reply:
 
 
 def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
-    """Lets the environment respond to the last step of the trajectory. Fixes the order of its method calls."""
+    """Lets the environment respond to the last step of the trajectory. Defines the order of its method calls."""
     if environment.checks_done_first:
         done, reason = check_verdict((yield from settled(environment.is_done(state))))
         if done:
@@ -120,7 +120,7 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
 
 
 class _Transcript:
-    """The messages of a rollout, and where its answers come from."""
+    """The messages of a rollout, and the source of its answers."""
 
     def __init__(self, answer: Answerer, on_message: Callable[[ChatMessage], None]) -> None:
         self._answer, self._on_message = answer, on_message
@@ -133,7 +133,7 @@ class _Transcript:
             self.messages.append(message)
 
     def ask(self, conversation: list[ChatMessage]) -> Answer | None:
-        """Returns the next answer, if there is one. Raises `NoAnswerError` without the first."""
+        """Returns the next answer, if there is one. Raises `NoAnswerError` if there is not even a first answer."""
         given = self._answer(conversation)
         if given is None and not self.num_answers:
             raise NoAnswerError("There is no answer to the first prompt.")
@@ -142,7 +142,7 @@ class _Transcript:
 
 
 Scored = Generator[Awaitable[Any], Any, tuple[RewardResult, str | None]]
-"""A rollout in steps. Returns the reward, and the reason for its end."""
+"""A rollout in steps. Returns the reward, and why it ended."""
 
 
 def _single_turn(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
@@ -189,14 +189,14 @@ def _agent(environment: Any, sample: Sample, transcript: _Transcript) -> Scored:
 
 
 class _TextServices:
-    """The `Services` of an agent that generates text and nothing else, without an engine."""
+    """The `Services` of an agent that only generates text, without an engine."""
 
     api_key = ""
 
     def __init__(self, environment: Any, sample: Sample, transcript: _Transcript) -> None:
         self._environment, self._sample, self._transcript = environment, sample, transcript
         self._last: list[ChatMessage] = []
-        """The last conversation. What a call repeats of it is in the transcript once."""
+        """The last conversation. Messages that a call repeats are in the transcript once."""
 
     async def complete(self, call: Call) -> AgentAnswer:
         if call.token_ids is not None or call.tools:
@@ -235,7 +235,7 @@ class _TextServices:
 
 
 def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str | None]:
-    """Takes all steps as a worker does, between the environment's resources being prepared and closed.
+    """Runs all steps as a worker does. Prepares the environment's resources before and closes them after.
 
     Awaitables run in a new event loop, synchronous code outside it.
     """
@@ -267,8 +267,8 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 class ChatServer:
     """A server at `url` (with or without `/v1`). `model` defaults to the first that it serves.
 
-    `key` defaults to that of the environment. `max_tokens` None leaves the limit to the server. `stops` are parameters
-    of a request that say what ends an answer.
+    `key` defaults to the environment variable `OPENAI_API_KEY`. `max_tokens` None leaves the limit to the server.
+    `stops` are the request parameters that define what ends an answer.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class ChatServer:
             raise RunError(f"{self._base} returned a malformed answer: {json.dumps(answer)[:300]}") from None
 
     def complete(self, prompt: list[int], stop_token_ids: list[int], stop: list[str]) -> tuple[str, bool]:
-        """Returns what a server of vLLM appends to token ids, and whether the model ended it."""
+        """Returns the completion of token ids by a vLLM server, and whether the model ended it."""
         body = {"prompt": prompt, "stop_token_ids": stop_token_ids, "stop": stop, "skip_special_tokens": False}
         choice = self._ask("/completions", {"model": self.model, **self._options, **body})["choices"][0]
         return choice["text"], choice["finish_reason"] == "stop"

@@ -1,7 +1,8 @@
 r"""Brings mathematical answers into one notation before they are judged or compared.
 
-People and models write a number as `\mathbf{5}`, `\(5\)`, `5°`, `5E0` or `5 m/s`. `to_latex` removes what only changes
-its appearance, `normalize_answer` also its unit, and rewrites numbers. What math-verify reads itself is left to it.
+People and models write a number as `\mathbf{5}`, `\(5\)`, `5°`, `5E0` or `5 m/s`. `to_latex` removes markup that only
+changes the appearance. `normalize_answer` also removes the unit and rewrites numbers. Notations that math-verify reads
+itself are left alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _COMMAND = re.compile(
 )
 _EDGES = re.compile(
     r"^(?:\\[,;:! ]|[\s~])+|(?:\\[,;:! ]|[\s~])+$"
-    r"|(?<![\\.])[.,;:]+$|(?:\\[lc]?dots|\.{3})$"  # an end of a sentence; digits that go on
+    r"|(?<![\\.])[.,;:]+$|(?:\\[lc]?dots|\.{3})$"  # the end of a sentence; digits that continue
     r"|^(?:\\approx|\\sim|~)(?![A-Za-z])"
 )
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:\\\$|[$€£¥₹])\s*(?=[-+]?[0-9.])|(?<=[0-9])\s*(?:\\\$|[$€£¥₹¢])$")
@@ -65,7 +66,7 @@ _CHANGING = (
     r"|root|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)"
 )
 CHANGING_WORD = re.compile(rf"(?<![\\A-Za-z]){_CHANGING}(?![A-Za-z])")
-"""A word that makes another number of the one beside it."""
+"""A word that changes the number beside it."""
 _UNIT = (
     rf"(?!(?:{_CHANGING}|and|or|not|mod|choose|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"
     rf"(?:{_SHORT_UNIT}|[A-Za-z]{{3,}}){_EXPONENT}"
@@ -84,7 +85,7 @@ _LABEL = re.compile(
     r"|(?:option|choice)\s+(?=\(?[A-Z]\)?$)",
     re.IGNORECASE,
 )
-"""What may stand before a final answer: "The answer is 72", "Total: 72", "Option B"."""
+"""Text that may precede a final answer: "The answer is 72", "Total: 72", "Option B"."""
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 _MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
@@ -95,7 +96,7 @@ _REPEATING = re.compile(
 
 
 def to_latex(text: str) -> str:
-    """Returns the text in LaTeX without what encloses, styles or ends it. Numbers keep their form."""
+    """Returns the text in LaTeX without surrounding markup, styles and punctuation. Numbers keep their form."""
     text = unicodedata.normalize("NFKC", _COMPOSED.sub(_in_latex, text).translate(_SYMBOLS))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
@@ -119,7 +120,7 @@ def to_latex(text: str) -> str:
 
 
 def normalize_answer(text: str) -> str:
-    """Returns `to_latex` with a number written out, and without its unit."""
+    """Returns `to_latex` with numbers written out, and without the unit."""
     if len(text) > MAX_CHARACTERS:
         return text
     text = to_latex(text)
@@ -148,7 +149,7 @@ def normalize_answer(text: str) -> str:
 
 
 def _in_latex(run: re.Match[str]) -> str:
-    """Writes exponents, indices and fractions of Unicode in LaTeX."""
+    """Writes Unicode exponents, indices and fractions in LaTeX."""
     plain = unicodedata.normalize("NFKC", run[0]).replace("\u2212", "-")
     if "\u2044" in plain:
         numerator, _, denominator = plain.partition("\u2044")
@@ -157,7 +158,7 @@ def _in_latex(run: re.Match[str]) -> str:
 
 
 def has_paired_braces(text: str) -> bool:
-    """Returns whether every brace of the text that is not escaped has its partner."""
+    """Returns whether every unescaped brace of the text has its partner."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)

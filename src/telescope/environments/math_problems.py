@@ -1,6 +1,6 @@
-r"""Base of the mathematical environments: prompts, scoring, and shipped problems.
+"""Base of the mathematical environments: prompts, scoring, and shipped problems.
 
-Used by `hendrycks_math`, `dapo_math` and `deepscaler`, and by the evals of `telescope.evals.math_benchmark`.
+`hendrycks_math`, `dapo_math`, `deepscaler` and the evals of `telescope.evals.math_benchmark` use it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _UNSET: Any = object()
 
 
 class MathEnvironment(SingleTurnEnvironment):
-    """Competition problems with one answer each, of the dataset `hub_dataset`.
+    """Competition problems with one answer each, from the dataset `hub_dataset`.
 
     `dataset` is `hub`, or `own` for a few dozen shipped problems. `dataset_name` selects another dataset of the hub, or
-    a local file. With `seed` the order is shuffled; without, it is the dataset's. `instruction_prompt` precedes a
-    problem, `instruction_prompt_post` follows it. `verify_timeout_seconds` bounds one comparison.
+    a local file. `seed` shuffles the order; without it, the order is the dataset's. `instruction_prompt` precedes a
+    problem, `instruction_prompt_post` follows it. `verify_timeout_seconds` limits one comparison.
     """
 
     hub_dataset: ClassVar[str]
@@ -92,7 +92,7 @@ class MathEnvironment(SingleTurnEnvironment):
         seed: int | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """Returns the problems as samples. Raises `UserError` if there is none."""
+        """Returns the problems as samples. Raises `UserError` if there are none."""
         name = "dataset: own" if dataset == "own" else dataset_name or self.hub_dataset
         if dataset != "auto" and uses_own_items(self.name, dataset):  # auto is the older name of hub
             samples = self.own_samples(dataset_subset)
@@ -102,7 +102,7 @@ class MathEnvironment(SingleTurnEnvironment):
         return self.select_samples(samples, num_samples, seed, f"{name} (dataset_subset {dataset_subset!r})")
 
     def hub_samples(self, name: str, subsets: Sequence[str | None], split: str) -> list[Sample]:
-        """Returns the problems of a dataset of the hub."""
+        """Returns the problems of a hub dataset."""
         return samples_of(hub_rows(self.name, name, subsets, split, COLUMNS))
 
     def own_samples(self, subset: str | None) -> list[Sample]:
@@ -110,7 +110,7 @@ class MathEnvironment(SingleTurnEnvironment):
         return samples_of(own_problems(subset))
 
     def select_samples(self, samples: list[Sample], num_samples: int, seed: int | None, source: str) -> list[Sample]:
-        """Returns the first `num_samples`. A `seed` shuffles them before. Raises `UserError` if there is no sample."""
+        """Returns the first `num_samples`, shuffled by `seed` if given. Raises `UserError` if there are none."""
         if not samples:
             raise UserError(f"{self.name}: there is no problem with an answer in {source}.")
         if seed is not None:
@@ -123,11 +123,11 @@ class MathEnvironment(SingleTurnEnvironment):
         return super().build_messages(question)
 
     def extract_answer(self, text: str) -> str:
-        """Returns the final answer in a completion without thinking, or `""`."""
+        """Returns the final answer in a completion, ignoring reasoning, or `""`."""
         return extract_boxed_answer(text)
 
     def is_correct(self, answer: str, sample: Sample) -> bool:
-        """Returns whether the answer equals one of the sample's, and does not repeat the problem."""
+        """Returns whether the answer equals one of the sample's answers, and does not repeat the problem."""
         prompt = sample.prompt
         problem = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
         return any(
@@ -136,7 +136,7 @@ class MathEnvironment(SingleTurnEnvironment):
         )
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:
-        """Says how math-verify reads the sample's answer. Of several, one that it reads is enough."""
+        """Returns how math-verify reads the sample's answer. If there are several, one readable answer is enough."""
         checks = []
         for gold in golds_of(sample):
             normalized = normalize_answer(gold)
@@ -164,7 +164,7 @@ class MathEnvironment(SingleTurnEnvironment):
 
 
 def own_problems(subset: str | None = None) -> list[dict[str, Any]]:
-    """Returns rows of the shipped problems, of one subject or of all."""
+    """Returns the rows of the shipped problems, for one subject or all."""
     rows: list[dict[str, Any]] = json.loads(_OWN_PROBLEMS.read_text(encoding="utf-8"))
     return [
         row for row in rows if subset is None or row["type"].lower().replace(" ", "_").replace("&", "and") == subset
@@ -172,7 +172,7 @@ def own_problems(subset: str | None = None) -> list[dict[str, Any]]:
 
 
 def samples_of(rows: Iterable[dict[str, Any]]) -> list[Sample]:
-    """Returns rows with `COLUMNS` as samples. Rows without an answer are left out."""
+    """Returns rows with `COLUMNS` as samples. Skips rows without an answer."""
     return [sample for row in rows if (sample := _sample(row)) is not None]
 
 
@@ -187,7 +187,7 @@ def _sample(row: dict[str, Any]) -> Sample | None:
 
 
 def make_sample(prompt: Any, golds: list[str], metadata: dict[str, Any]) -> Sample | None:
-    """Returns an item whose prompt is a text or messages. None if the prompt or the gold is missing."""
+    """Returns an item whose prompt is text or messages. None if the prompt or the gold is missing."""
     if not prompt or not golds:
         return None
     if not isinstance(prompt, list):
@@ -196,20 +196,20 @@ def make_sample(prompt: Any, golds: list[str], metadata: dict[str, Any]) -> Samp
 
 
 def golds_of(sample: Sample) -> list[str]:
-    """Returns the final answers of a sample, any of which is right."""
+    """Returns the final answers of a sample. Any of them is right."""
     return read_golds(stored_golds(sample))
 
 
 def stored_golds(sample: Sample) -> list[str]:
-    """Returns the answers of a sample as they are stored. Empty if there is none."""
+    """Returns the answers of a sample as they are stored. Empty if there are none."""
     return sample.metadata.get(ANSWERS_KEY) or [sample.answer] * bool(sample.answer)
 
 
 def read_golds(value: Any, *, is_final: bool = False) -> list[str]:
-    r"""Returns the final answers in a gold, any of which is right. Empty if there is none.
+    """Returns the final answers in a gold, any of which is right. Empty if there are none.
 
     A gold is a text (see `extract_stated_answer`), a number, true or false, or a list of these, also written as JSON.
-    With `is_final`, a text is an answer as it is. Raises `UserError` for an object, `ValueError` for broken UTF-8.
+    With `is_final`, a text is used unchanged. Raises `UserError` for an object, `ValueError` for broken UTF-8.
     """
     if isinstance(value, list | tuple):
         return [gold for item in value for gold in read_golds(item, is_final=is_final)]

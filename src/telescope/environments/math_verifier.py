@@ -1,10 +1,11 @@
-r"""Compares mathematical answers in a child process that can be killed.
+"""Compares mathematical answers in a child process that can be killed.
 
 Answers go to SymPy, which may never finish with a few characters (`9^{9^{9^9}}`) and cannot be interrupted. So a child
-process parses and compares them. It is started at the first comparison; one that takes too long kills it, and the next
-one starts another. `main`, at the end of this file, runs in the child, everything above in the caller.
+process parses and compares them. It starts at the first comparison. A comparison that takes too long kills it, and the
+next comparison starts a new one. `main`, at the end of this file, runs in the child; everything above runs in the
+caller.
 
-The child reads JSON. For `[expected, answer]` it writes whether they are equal, for `[answer]` what it reads.
+The child reads JSON. For `[expected, answer]` it writes whether they are equal, for `[answer]` how it reads the answer.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 
 def _is_one_expression(text: str) -> bool:
-    """Returns whether the text can be a single answer. It is short, has paired braces, and has no second formula."""
+    """Returns whether the text can be a single answer: short, with paired braces, and without a second formula."""
     has_another = "\\boxed" in text or "$" in text.replace("\\$", "")
     return 0 < len(text) <= MAX_CHARACTERS and not has_another and has_paired_braces(text)
 
 
 class _Checker:
-    """Owner of the child process."""
+    """Owns the child process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class _Checker:
         """The process that started the child: after a fork it belongs to the parent."""
 
     def ask(self, texts: list[str], timeout_seconds: float) -> bool | str | None:
-        """Returns what the child answers. None if it takes too long or exits."""
+        """Returns the child's result. None if it takes too long or exits."""
         with self._lock:
             connection = self._running()
             reply: bool | str | None = None

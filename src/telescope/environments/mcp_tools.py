@@ -1,8 +1,8 @@
 """Tools of MCP servers, for any `ToolEnvironment`: `tools: [{mcp: "uvx mcp-server-time"}, {mcp: "http://host/mcp"}]`.
 
 The constructor asks each server for its tools, because prompts show them, and closes it. From `prepare_resources` on,
-each process has one connection to each server. A server that fails is an `InfrastructureError`, which masks the sample;
-the next call connects again. A tool that fails is an error for the model.
+each process has one connection to each server. A failing server raises an `InfrastructureError`, which masks the
+sample; the next call connects again. A failing tool is an error message for the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ START_SECONDS = 60.0
 class McpTools(ToolEnvironment):
     """A mixin for a `ToolEnvironment`, whose `tools` may then contain `{mcp: "command or URL"}`.
 
-    `include` beside it names the tools to take, by default all. A name that is taken already gets the name of the
-    server in front.
+    `include` beside it names the tools to take, by default all. A tool whose name is already taken gets the server's
+    name as a prefix.
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
@@ -51,7 +51,7 @@ class McpTools(ToolEnvironment):
 
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:
         if isinstance(tool, McpTool):
-            await tool.server.client()  # a server that starts again takes no time from the tool
+            await tool.server.client()  # restarting a server does not count as the tool's time
         return await super()._wait_for(tool, result)
 
     async def prepare_resources(self) -> None:
@@ -60,13 +60,13 @@ class McpTools(ToolEnvironment):
         await asyncio.gather(*(server.client() for server in self._servers))
 
     async def close_resources(self) -> None:
-        """Closes the connections, which ends the servers that were started here."""
+        """Closes the connections, which ends servers that were started here."""
         await asyncio.gather(*(server.close() for server in self._servers))
         await super().close_resources()
 
 
 class McpTool(Tool):
-    """A tool of a server, which checks the arguments."""
+    """A tool of an MCP server, which checks the arguments itself."""
 
     def __init__(self, server: Server, declared: Any, name: str) -> None:
         async def call(**arguments: Any) -> ToolResult:
@@ -80,7 +80,7 @@ class McpTool(Tool):
 
 
 class Server:
-    """An MCP server: a command that is started here, or a URL."""
+    """An MCP server: a command to start here, or a URL."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -89,7 +89,7 @@ class Server:
         self._task: asyncio.Task[None] | None = None
 
     def load_tools(self, include: list[str] | None, taken: set[str]) -> list[McpTool]:
-        """Lists the tools over a connection of its own. Raises `UserError`."""
+        """Lists the tools over a separate connection. Raises `UserError`."""
 
         async def load() -> tuple[str, dict[str, Any]]:
             listed: list[Any] = []
@@ -130,7 +130,7 @@ class Server:
         return ToolResult("", text, success=not result.is_error, error="tool_error" if result.is_error else None)
 
     async def client(self) -> Any:
-        """Returns the connected client. Raises `InfrastructureError` when there is none after `START_SECONDS`."""
+        """Returns the connected client. Raises `InfrastructureError` if there is none after `START_SECONDS`."""
         if self._opened is None or self._ended.is_set():
             self._opened, self._ended = asyncio.get_running_loop().create_future(), asyncio.Event()
             self._task = asyncio.create_task(self._keep_open(self._opened, self._ended))
@@ -149,7 +149,7 @@ class Server:
             await asyncio.wait({self._task})
 
     async def _keep_open(self, opened: asyncio.Future[Any], ended: asyncio.Event) -> None:
-        """Keeps a connection open until it is `ended`. The scopes of `mcp` are entered and left in one task."""
+        """Keeps a connection open until it is `ended`. Enters and leaves the scopes of `mcp` in one task."""
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -176,6 +176,6 @@ class Server:
 
 
 def _block_text(block: Any) -> str:
-    """Returns the text of a block of a result, or its type in brackets, such as `[image]`."""
+    """Returns the text of a result block, or its type in brackets, such as `[image]`."""
     text = getattr(block, "text", None)
     return text if text is not None else getattr(getattr(block, "resource", None), "text", None) or f"[{block.type}]"

@@ -1,8 +1,8 @@
 """Extracts answers from completions, and compares them.
 
-Each extractor returns the last occurrence, since a model may correct itself, and `""` when there is none. All run in
-time linear in the text: they search for fixed strings and never backtrack. Formulas are compared by `math_verifier`,
-with a deadline.
+Each extractor returns the last occurrence, since a model may correct itself, and `""` if there is none. All run in time
+linear in the text: they search for fixed strings and never backtrack. Formulas are compared by `math_verifier`, with a
+deadline.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ REASONING_TAGS = {
     "<|channel>thought": "<channel|>",
     "<|channel|>analysis<|message|>": END_OF_MESSAGE,
 }
-"""What begins and what ends the reasoning of released models."""
+"""Tags that begin and end the reasoning of released models."""
 
 _TAG = re.compile(rf"({'|'.join(map(re.escape, REASONING_TAGS))})|{'|'.join(map(re.escape, REASONING_TAGS.values()))}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _ANSWER_MARK = re.compile(
     r"answer[ \t*_]{0,8}(?:\bis\b|[:=])|^[ \t#*_]{0,8}(?:final )?answer[ \t*_]{0,8}$", re.IGNORECASE | re.MULTILINE
 )
-"""What precedes an answer: "answer:", "answer is", or a line with "Answer" alone."""
+"""Text that precedes an answer: "answer:", "answer is", or a line with only "Answer"."""
 _BEHIND_ANSWER = re.compile(
-    r"(?<=[0-9)\]}$%*])(?:\.\s+(?=[A-Z0-9(\\$*])(?!(?i:or|and|not)\b)"  # a sentence, but no second answer
+    r"(?<=[0-9)\]}$%*])(?:\.\s+(?=[A-Z0-9(\\$*])(?!(?i:or|and|not)\b)"  # another sentence, but no second answer
     r"|[,;]?\s+(?:because|since|as|which|so)\b|\s+\((?i:see|as|since|because|from|by|check|note|rounded)\b)"
     r"|[,;]?\s+because\b"
     r"|(?:(?<=[A-Za-z]{3})|(?<=\b[Nn]o))\.\s+(?=(?:The|This|That|We|So|Because|Since|It|I|Here|There|Check|Note)\b)"
 )
-"""What ends an answer that has text behind it in its line. Of words only certain ones count: "Mrs. Smith" is a name."""
+"""Text that ends an answer within its line. Only certain words count: "Mrs. Smith" is a name."""
 _HEADING = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|^#|^[0-9]{1,2}[.):](?:\s|$)")
-"""Tells `#### Step 2` and `#### 2. Sum` from an answer."""
+"""Matches headings such as `#### Step 2` and `#### 2. Sum`, which are no answers."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 _GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|omega)(?![A-Za-z])", re.IGNORECASE)
-"""Letters whose case matters: that of others does not, and math-verify ignores all of it."""
+"""Letters whose case matters. math-verify ignores the case of all letters."""
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 """A letter of multiple choice, alone or before the text of the choice."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
@@ -51,9 +51,9 @@ _HOUR = re.compile(r"[0-9]\s*([ap])\.?m\b", re.IGNORECASE)
 
 
 class UnfinishedReasoning(str):
-    """An answer that is reasoning to its end: it was cut off, or the model never closed the tag.
+    """A completion that is reasoning to its end: it was cut off, or the model never closed the tag.
 
-    No parser finds an answer or a tool call in it. What the methods of a string make of it is unfinished reasoning too.
+    No parser finds an answer or a tool call in it. Its string methods return unfinished reasoning too.
     """
 
     __slots__ = ()
@@ -63,7 +63,7 @@ class UnfinishedReasoning(str):
 
 
 class ContinuedReasoning(str):
-    """An answer that begins inside the reasoning that its prompt opened, and closes it."""
+    """A completion that begins inside reasoning that its prompt opened, and closes it."""
 
     __slots__ = ()
 
@@ -89,15 +89,15 @@ for _name in _STRING_METHODS.split():
 
 
 def opening_tag(prompt: str) -> str:
-    """Returns the tag at the prompt's end that opens the reasoning that the model continues. `""` without one."""
+    """Returns the tag at the end of the prompt that opens reasoning. `""` if there is none."""
     return next((tag for tag in REASONING_TAGS if prompt.rstrip().endswith(tag)), "")
 
 
 def answer_text(text: str, opened: str = "") -> str:
-    """The text of an answer for scoring. It is an `UnfinishedReasoning` if the answer ends before its reasoning does.
+    """Returns a completion's text for scoring, marked as reasoning where needed.
 
-    It is a `ContinuedReasoning` if the answer closes the reasoning that the prompt opened.
-    `opened` is the tag with which the prompt ended (`opening_tag`).
+    The result is an `UnfinishedReasoning` if the completion ends before its reasoning does, and a `ContinuedReasoning`
+    if it closes the reasoning that the prompt opened. `opened` is the tag at the end of the prompt (`opening_tag`).
     """
     begins = text.lstrip()
     for opening, closing in REASONING_TAGS.items():
@@ -110,7 +110,7 @@ def answer_text(text: str, opened: str = "") -> str:
 
 
 def closing_tag(text: str, opened: str = "") -> str:
-    """Returns the tag that the reasoning lacks in which an answer was cut off. `""` if it was not."""
+    """Returns the missing closing tag of a completion that was cut off in its reasoning. `""` for any other."""
     if not isinstance(answer_text(text, opened), UnfinishedReasoning):
         return ""
     tag = next((tag for tag in REASONING_TAGS if text.lstrip().startswith(tag)), opened)
@@ -118,11 +118,11 @@ def closing_tag(text: str, opened: str = "") -> str:
 
 
 def strip_think_tags(text: str) -> str:
-    """The text without its reasoning, `<think>...</think>`. A text without a closing tag is returned unchanged.
+    """Returns the text without its reasoning, `<think>...</think>`. A text without a closing tag is returned unchanged.
 
     A closing tag without an opening one ends reasoning that the prompt began: everything before it is removed. After a
-    closing tag, an opening one that is never closed is reasoning that was cut off. Of an answer that ends before its
-    reasoning does (`UnfinishedReasoning`), nothing is left.
+    closing tag, an opening one that is never closed begins reasoning that was cut off. Nothing is left of a completion
+    that ends before its reasoning does (`UnfinishedReasoning`).
     """
     if isinstance(text, UnfinishedReasoning):
         return ""
@@ -143,7 +143,7 @@ def strip_think_tags(text: str) -> str:
 
 
 def extract_xml_tag(text: str, tag: str) -> str:
-    """Content of the last complete `<tag>...</tag>`, stripped; `""` without one."""
+    """Returns the content of the last complete `<tag>...</tag>`, stripped. `""` if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     end = -1 if isinstance(text, UnfinishedReasoning) else text.rfind(closing)
     start = text.rfind(opening, 0, end) if end != -1 else -1
@@ -151,7 +151,7 @@ def extract_xml_tag(text: str, tag: str) -> str:
 
 
 def extract_answer_tags(text: str) -> str:
-    """Content of the last complete `<answer>...</answer>`, stripped; `""` without one."""
+    """Returns the content of the last complete `<answer>...</answer>`, stripped. `""` if there is none."""
     return extract_xml_tag(text, "answer")
 
 
@@ -162,7 +162,7 @@ def extract_boxed_answer(text: str) -> str:
     """
     opened: list[int] = []
     last = ""
-    boxes: list[tuple[int, int]] = []  # depth at which a box opened, and where its content starts
+    boxes: list[tuple[int, int]] = []  # brace depth at a box's start, and the start of its content
     position = len(text) if isinstance(text, UnfinishedReasoning) else 0
     while position < len(text):
         character = text[position]
@@ -188,9 +188,9 @@ def extract_boxed_answer(text: str) -> str:
 
 
 def extract_code_block(text: str, language: str = "python") -> str:
-    """Content of the last closed fenced block marked with `language`. If there is none, of the last unmarked one.
+    """Returns the last closed fenced block marked with `language`, or else the last unmarked one.
 
-    `""` when there is neither.
+    `""` if there is neither.
     """
     marked: str | None = None
     unmarked = ""
@@ -213,10 +213,10 @@ def extract_code_block(text: str, language: str = "python") -> str:
 
 
 def extract_stated_answer(text: str) -> str:
-    r"""Returns the final answer of a text in a common form, or `""`.
+    """Returns the final answer of a text in a common form, or `""`.
 
-    The last box, else what follows `####` in the last line, or before it in a line that is no heading, else `<answer>`
-    tags, else the last "Answer:" or "answer is" up to the end of its sentence.
+    The forms in order: the last box, the text after `####` in the last line or in an earlier line that begins with it
+    and is no heading, `<answer>` tags, the last "Answer:" or "answer is" up to the end of its sentence.
     """
     if answer := extract_boxed_answer(text):
         return answer
@@ -234,16 +234,16 @@ def extract_stated_answer(text: str) -> str:
 
 
 def verify_exact_match(predicted: str, ground_truth: str) -> bool:
-    """Equality after collapsing white space; case counts."""
+    """Returns whether the texts are equal after collapsing white space. Case counts."""
     return " ".join(predicted.split()) == " ".join(ground_truth.split())
 
 
 def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float = 5.0) -> bool:
     """Compares two answers in LaTeX or plain notation with math-verify.
 
-    Of a worked-out `ground_truth`, such as GSM8K's, the final answer counts (`extract_stated_answer`). An empty answer,
-    one that is too long, and one that takes more than `timeout_seconds` to compare are not equal. Raises `UserError`
-    when math-verify is not installed, `InfrastructureError` when the process that compares does not start.
+    If `ground_truth` is worked out, such as GSM8K's, its final answer counts (`extract_stated_answer`). Answers that
+    are empty, too long, or take more than `timeout_seconds` to compare are not equal. Raises `UserError` when
+    math-verify is not installed, `InfrastructureError` when the comparing process does not start.
     """
     if not predicted:
         return False

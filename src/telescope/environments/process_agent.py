@@ -1,8 +1,8 @@
-"""Environments that run in a process with a Python of their own, whose packages never enter this one.
+"""Environments that run in a separate process with its own Python, whose packages never enter this one.
 
 `ProcessAgent` starts `command process_bridge.py BRIDGE` and exchanges JSON lines with it: tasks, requests with the URL
-of the policy, rewards. A process that exits, or does not answer a cancellation, fails its tasks as environment
-failures and is started again, `MAX_STARTS` times without a finished task in between. It ends with this process.
+of the policy, rewards. A process that exits, or does not react to a cancellation, fails its tasks as environment
+failures and is restarted, at most `MAX_STARTS` times without a finished task in between. It ends with this process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MAX_STARTS = 3
 START_SECONDS = 600.0
 """Time for a process to list its tasks. `uv run` may download its packages first."""
 CANCEL_SECONDS = 10.0
-"""Time for a process to answer that it has cancelled a task."""
+"""Time for a process to confirm that it has cancelled a task."""
 MAX_LINE_BYTES = 2**26
 STDERR_LINES = 20
 
 
 class ProcessAgent(Environment):
-    """An environment whose tasks and agents live in another process.
+    """An environment whose tasks and agents run in another process.
 
     `command` starts a Python that has the packages, such as `[uv, run, --with, verifiers==0.4.0, python]` or the path
-    of a virtual environment's. `options` are the bridge's. Subclasses name the file of their `bridge`.
+    of a virtual environment's Python. `options` are passed to the bridge. Subclasses name the file of their `bridge`.
     """
 
     task = ""
@@ -56,7 +56,7 @@ class ProcessAgent(Environment):
         self._ids = map(str, itertools.count())
 
     def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
-        """Lists the tasks with a process of its own. Raises `UserError`."""
+        """Lists the tasks with a temporary process. Raises `UserError`."""
 
         async def load() -> list[dict[str, Any]]:
             child = Child()
@@ -79,7 +79,7 @@ class ProcessAgent(Environment):
         await self._running()
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        """Has the process run the task with the policy."""
+        """Runs the task with the policy in the process."""
         child = await self._running()
         request = {"id": next(self._ids), "task": sample.metadata["id"], "model": MODEL}
         request |= {"base_url": context.base_url, "api_key": context.api_key}
@@ -107,7 +107,7 @@ class ProcessAgent(Environment):
 
 
 class Child:
-    """One process of a `ProcessAgent`."""
+    """A process of a `ProcessAgent`."""
 
     _process: asyncio.subprocess.Process
 
@@ -139,7 +139,7 @@ class Child:
         return tasks
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Returns the answer to a request. Raises `EnvironmentFailure`. Cancels the task with the caller."""
+        """Returns the reply to a request. Raises `EnvironmentFailure`. Cancels the task if the caller is cancelled."""
         key = request["id"]
         self._answers[key] = answer = asyncio.get_running_loop().create_future()
         self._send(request)
@@ -160,7 +160,7 @@ class Child:
         self.has_ended = True
         kill_group(self._process.pid)
         await self._process.wait()
-        await asyncio.wait(self._tasks[:1], timeout=1.0)  # the last lines of its errors
+        await asyncio.wait(self._tasks[:1], timeout=1.0)  # for the last lines of its standard error
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -175,7 +175,7 @@ class Child:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # that it has ended is seen where it is read
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the reader notices that the process has exited
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _message(self) -> Any:

@@ -1,14 +1,15 @@
 """Runs in the Python of a `ProcessAgent`'s command: `python process_bridge.py BRIDGE.py`. Imports nothing of telescope.
 
-The bridge's `opened(name, options)` is an async context manager that yields its tasks (`id`, `prompt`, and optionally
-`answer` and `info`) and a coroutine function, which plays a task for a request (`task`, `base_url`, `api_key`,
-`model`) and returns `reward` and `metrics`. Messages are JSON lines; what a bridge prints goes to standard error.
+The bridge's `opened(name, options)` is an async context manager. It yields its tasks (`id`, `prompt`, and optionally
+`answer` and `info`) and a coroutine function, which plays the task of a request (`task`, `base_url`, `api_key`,
+`model`) and returns `reward` and `metrics`. Messages are JSON lines; output that a bridge prints goes to standard
+error.
 """
 
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules have names of the standard library's
+    sys.path.pop(0)  # this folder: some of its modules have names of the standard library
 
 import asyncio
 import json
@@ -19,9 +20,9 @@ from typing import Any
 
 
 async def main(bridge: str) -> None:
-    """Lists the tasks, then plays those that are asked for, several at a time, until standard input ends."""
+    """Lists the tasks, then plays requested ones, several at a time, until standard input ends."""
     requests, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a bridge starts reads no request and writes no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # child processes of a bridge must not read requests or write replies
     os.dup2(2, 1)
     running: dict[str, asyncio.Task[None]] = {}
 

@@ -1,9 +1,9 @@
-"""Finds environments by name, and makes them.
+"""Finds environments by name, and creates them.
 
 An environment named `<name>` is, in this order: `<name>/environment.py` in a folder of `environments_path`, an
 installed entry point of the group `telescope.environments`, or `src/telescope/environments/<name>/environment.py`. A
 name with a colon is `<name>:<task>` if the file says `TAKES_TASK = True`; its class gets the attribute `task`. Any
-other is `package.module:Class`. Nothing needs to be registered.
+other name with a colon is `package.module:Class`. Nothing needs to be registered.
 
 `Discovery` is the search, which evals share. It finds names and checks required packages from files and package
 metadata; only `load_class` imports user code.
@@ -38,9 +38,9 @@ from telescope.utils.text import did_you_mean, user_path
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """Location of a named class: module, class and file.
+    """The location of a named class: module, class and file.
 
-    `cls` is None for the only class of the module, and `file` is None if it cannot be read.
+    `class_name` is None for the only class of the module, and `file` is None if it cannot be read.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Source:
     class_name: str | None
     file: Path | None
     folder: Path | None = None
-    """Set for a folder of `environments_path`; its module is imported from there and not from `sys.path`."""
+    """Set for a folder of `environments_path`. Its module is imported from there, not from `sys.path`."""
     task: str = ""
-    """What follows the colon in `<name>:<task>`."""
+    """The part after the colon in `<name>:<task>`."""
 
 
 @dataclass(slots=True, frozen=True)
 class Packages:
-    """Requirement strings of a module that are not installed."""
+    """Requirements of a module that are not installed."""
 
     missing_required: tuple[str, ...]
     missing_optional: tuple[str, ...]
@@ -63,7 +63,7 @@ class Packages:
 
 @dataclass(slots=True, frozen=True)
 class Discovery:
-    """Describes the search for a kind of class: its name in messages, the package of built-in ones, the base class."""
+    """The search for a kind of class: its name in messages, the package of built-in classes, and the base class."""
 
     kind: str
     package: str
@@ -71,11 +71,11 @@ class Discovery:
 
     @property
     def file_name(self) -> str:
-        """The file that marks a folder."""
+        """Returns the name of the file that marks a folder."""
         return f"{self.kind}.py"
 
     def names(self, folders: Sequence[str | Path] = ()) -> list[str]:
-        """All names that can be found, sorted."""
+        """Returns all names that can be found, sorted."""
         return sorted(self._sources(folders))
 
     def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
@@ -83,7 +83,7 @@ class Discovery:
         return _named(name, self._sources(folders)) is not None
 
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
-        """The location of `name`. Raises `UserError` with the nearest name when there is none."""
+        """Returns the location of `name`. Raises `UserError` with the nearest name if there is none."""
         sources = self._sources(folders)
         if source := _named(name, sources):
             return source if source.file else replace(source, file=_file_of(source.module, f"{self.kind} {name!r}"))
@@ -93,7 +93,7 @@ class Discovery:
         raise UserError(self.no_such(name, sorted(sources)))
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
-        """Returns the message for an unknown name."""
+        """Returns the error message for an unknown name."""
         return (
             f"There is no {self.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. To add your own, "
             f"put a folder <name>/{self.file_name} into a folder named in environments_path (`--path` of "
@@ -101,13 +101,13 @@ class Discovery:
         )
 
     def packages(self, source: Source) -> Packages:
-        """The missing packages of REQUIRED_PACKAGES and OPTIONAL_PACKAGES. Imports nothing."""
+        """Returns the missing packages of REQUIRED_PACKAGES and OPTIONAL_PACKAGES. Imports nothing."""
         declared = _declared_packages(source.file) if source.file else {}
         lists = (declared.get(name, []) for name in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"))
         return Packages(*(tuple(p for p in packages if not _is_installed(p)) for packages in lists))
 
     def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
-        """Calls `find`. Raises `UserError` with the install command when a package is missing."""
+        """Calls `find`. Raises `UserError` with the install command if a package is missing."""
         source = self.find(name, folders)
         missing = self.packages(source).missing_required
         if missing:
@@ -118,9 +118,9 @@ class Discovery:
         return source
 
     def load_class(self, name: str, folders: Sequence[str | Path] = (), *, also: type | None = None) -> type:
-        """The class. Raises `UserError` when its module cannot be imported or has no such class.
+        """Imports and returns the class. Raises `UserError` if its module cannot be imported or has no such class.
 
-        A class named by `package.module:Class` may be a subclass of `also` instead.
+        A class named as `package.module:Class` may be a subclass of `also` instead.
         """
         source = self.check(name, folders)
         module = self._import(source)
@@ -138,7 +138,7 @@ class Discovery:
         return found
 
     def _sources(self, folders: Sequence[str | Path]) -> dict[str, Source]:
-        """All names with their locations."""
+        """Returns all names with their locations."""
         sources: dict[str, Source] = {}
         shipped = importlib.import_module(self.package)
         for place in shipped.__path__:
@@ -178,7 +178,7 @@ class Discovery:
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:
-        """The concrete subclass that the module defines. Of classes that inherit from each other, the most derived."""
+        """Returns the module's concrete subclass, or the most derived one if subclasses inherit from each other."""
         every = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
         found = [c for c in every if issubclass(c, self.root)]
         defined = [c for c in found if not inspect.isabstract(c)]
@@ -207,7 +207,7 @@ def _named(name: str, sources: Mapping[str, Source]) -> Source | None:
 
 
 def _file_of(module: str, what: str) -> Path | None:
-    """Source file of a dotted module. Imports the packages above it, not the module."""
+    """Returns the source file of a dotted module. Imports its parent packages, but not the module."""
     try:
         spec = importlib.util.find_spec(module)
         problem = f"there is no module {module!r}"
@@ -219,7 +219,7 @@ def _file_of(module: str, what: str) -> Path | None:
 
 
 def _declared_packages(file: Path) -> dict[str, list[str]]:
-    """The module-level lists of strings REQUIRED_PACKAGES and OPTIONAL_PACKAGES, read without importing."""
+    """Reads the module-level lists REQUIRED_PACKAGES and OPTIONAL_PACKAGES without importing the module."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except SyntaxError as error:
@@ -259,7 +259,7 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _synthetic_package(folder: Path) -> str:
-    """Returns the package name for a folder outside `sys.path`. Folders of the same name get distinct ones."""
+    """Returns the package name for a folder outside `sys.path`. Folders with the same name get distinct ones."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     return f"telescope_folder_{re.sub(r'[^0-9A-Za-z_]', '_', folder.name)}_{digest}"
 
@@ -286,7 +286,7 @@ def _install_package(folder: Path) -> None:
 
 
 def _install_alias(name: str, package: ModuleType) -> None:
-    """Lets a folder import itself as a shipped one does, `telescope.environments.<folder>.helper`."""
+    """Lets a folder import itself like a shipped one: `telescope.environments.<folder>.helper`."""
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         sys.modules[name] = package
         parent, _, folder = name.rpartition(".")
@@ -297,15 +297,15 @@ ENVIRONMENTS = Discovery("environment", "telescope.environments", Environment)
 
 
 def list_environments(environments_path: Sequence[str | Path] = ()) -> list[str]:
-    """Names of all environments that can be found, sorted. Imports none of them."""
+    """Returns the names of all environments that can be found, sorted. Imports none of them."""
     return ENVIRONMENTS.names(environments_path)
 
 
 def check_environment(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """The location of `name`. Imports no environment.
+    """Returns the location of `name`. Imports no environment.
 
-    Raises `UserError` when there is none (with the nearest name), or when a required package is missing (with the
-    install command).
+    Raises `UserError` with the nearest name if there is none, or with the install command if a required package is
+    missing.
     """
     return ENVIRONMENTS.check(name, environments_path)
 
@@ -316,22 +316,22 @@ def check_environments(names: Iterable[str], environments_path: Sequence[str | P
 
 
 def missing_packages(name: str, environments_path: Sequence[str | Path] = ()) -> Packages:
-    """Required and optional packages of `name` that are not installed."""
+    """Returns the required and optional packages of `name` that are not installed."""
     return ENVIRONMENTS.packages(ENVIRONMENTS.find(name, environments_path))
 
 
 def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -> type[Environment]:
-    """The class, imported. Raises `UserError` as `check_environment` does, and when the import fails.
+    """Imports and returns the class. Raises `UserError` as `check_environment` does, and if the import fails.
 
     A direct subclass of `Environment` (or `BaseEnvironment`) with a `compute_reward` is a single-turn environment, and
-    is returned as a subclass of `SingleTurnEnvironment`. With a `rollout` of its own an environment needs no other
-    method than `load_dataset`.
+    is returned as a subclass of `SingleTurnEnvironment`. An environment with its own `rollout` needs no other method
+    than `load_dataset`.
     """
     return complete_class(ENVIRONMENTS.load_class(name, environments_path), name)
 
 
 def complete_class(cls: type[Environment], name: str) -> type[Environment]:
-    """Returns a class with the base and the methods that it needs, see `environment_class`."""
+    """Returns a class with the base and the methods that it needs; see `environment_class`."""
     bases: tuple[ABCMeta, ...] = (cls,)
     if not issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
         if not is_agent(cls) and not callable(getattr(cls, "compute_reward", None)):
@@ -353,16 +353,16 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
 
 
 def _derived(cls: type, /, *bases: type, **attributes: Any) -> type:
-    """Returns a subclass of `bases` that passes for `cls`."""
+    """Returns a subclass of `bases` with the name and docstring of `cls`."""
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, bases, {**same, **attributes})
 
 
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:
-    """Makes an environment. Its dataset is loaded when it is first needed.
+    """Creates an environment. Its dataset is loaded on first use.
 
-    `kwargs` go to the constructor, to `load_dataset`, or to both, as each declares them. Others become attributes of
-    the instance; one that looks like a misspelled known one raises `UserError`.
+    `kwargs` go to the constructor, to `load_dataset`, or to both, as each declares them. Other arguments become
+    attributes of the instance; an argument that looks like a misspelled known one raises `UserError`.
     """
     return make_environment(environment_class(name, environments_path), name, kwargs)
 
@@ -370,7 +370,7 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """Returns an instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments.
 
-    Of `tools`, `package.module:function` is imported, a name comes from `sandbox_tools`, and a mapping is a server of
+    In `tools`, `package.module:function` is imported, a name refers to `sandbox_tools`, and a mapping is a server of
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
     if isinstance(tools := kwargs.get("tools"), list) and tools:
@@ -379,7 +379,7 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
-    if isinstance(environment.judge, dict):  # of a constructor that drops it
+    if isinstance(environment.judge, dict):  # the constructor has not converted it
         from telescope.environments.judge import Judge
 
         environment.judge = Judge.of(environment.judge)
@@ -393,7 +393,7 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
 
 
 def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:
-    """Returns a class that takes these tools. A class that has neither tools nor a single turn stays as it is."""
+    """Returns a class that takes these tools, or the class itself if it is neither single-turn nor takes tools."""
     # Imported here, because other environments do not need them.
     from telescope.environments.mcp_tools import McpTools
     from telescope.environments.sandbox_tools import SandboxTools

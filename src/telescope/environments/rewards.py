@@ -29,7 +29,7 @@ class _Term:
     weight: float | None
     golden_answer: Any
     chart: dict[str, float]
-    """The range for charts, as `metrics_ranges` has it."""
+    """The range for charts, in the form of `metrics_ranges`."""
 
 
 class Rubric:
@@ -53,11 +53,11 @@ class Rubric:
         range_max: float | None = None,
         invert: bool = False,
     ) -> Rubric:
-        """Adds a function, plain or async, to the total. Returns the rubric.
+        """Adds a plain or async function to the total. Returns the rubric.
 
-        Without `weight` it is a metric. `name` defaults to the name of the function; of two of one name both count, and
-        the last value is recorded. `golden_answer` is recorded under that name: an attribute of the sample (`"answer"`)
-        or a key of its metadata stands for that value, anything else for itself.
+        Without `weight` it is a metric. `name` defaults to the function's name. If two functions have the same name,
+        both count, and the last value is recorded. `golden_answer` is recorded under that name: an attribute of the
+        sample (`"answer"`) or a key of its metadata stands for that value, anything else for itself.
         """
         name = str(name or getattr(func, "__name__", type(func).__name__))
         if range_min is not None and range_max is not None and range_min > range_max:
@@ -69,12 +69,12 @@ class Rubric:
         return self
 
     def add_metric(self, func: Callable[..., Any], **options: Any) -> Rubric:
-        """Adds a function that is recorded without counting in the reward; with the options of `add_reward`."""
+        """Adds a function that is recorded but does not count in the reward. Options as in `add_reward`."""
         return self.add_reward(func, None, **options)
 
     @property
     def metrics_ranges(self) -> dict[str, dict[str, float]]:
-        """The declared ranges by name, in the form of an environment's `metrics_ranges`."""
+        """Returns the declared ranges by name, in the form of an environment's `metrics_ranges`."""
         return {term.name: dict(term.chart) for term in self._terms if term.chart}
 
     async def score(
@@ -89,9 +89,9 @@ class Rubric:
         extra_info_turns: list[dict[str, Any]] | None = None,
         extra_sample_tags: dict[str, str] | None = None,
     ) -> RewardResult:
-        """Calls all functions and adds up their values. The extras are merged into the result.
+        """Calls all functions and sums their values. Merges the extras into the result.
 
-        Async functions are awaited together. Without `sample`, the sample is that of `state`. Raises what a function
+        Async functions are awaited together. Without `sample`, the sample is taken from `state`. Raises what a function
         raises, which fails the sample, and `TypeError` for a function that does not return a number.
         """
         if sample is None and state is not None:

@@ -41,12 +41,12 @@ CHEATS = {
 
 
 class SandboxEnvironment(Environment):
-    """A mixin with a pool of sandboxes: put it before the base class of the environment.
+    """A mixin with a pool of sandboxes. Put it before the environment's base class.
 
-    `provider` is a name of `telescope.sandbox` (also null: `local`) or a class, with its `provider_kwargs`. A worker
-    `pool_size` sandboxes ready and creates at most `max_concurrent_creates` at once; each lives `timeout_minutes` at
-    most, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`, `gpu_count` and
-    `environment_vars`. `team_id` is the account that pays at Prime.
+    `provider` is a name of `telescope.sandbox` (null: `local`) or a class, with its `provider_kwargs`. A worker keeps
+    `pool_size` sandboxes, ready or in use, and creates at most `max_concurrent_creates` at once. Each lives at most
+    `timeout_minutes`, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`,
+    `gpu_count` and `environment_vars`. `team_id` is the account that pays at Prime.
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
@@ -74,7 +74,7 @@ class SandboxEnvironment(Environment):
                 f"{type(self).__name__} has {ENVIRONMENT_NAMES[theirs]!r}; {theirs!r} is of a SandboxConfig"
             )
         super().__init__(**kwargs)
-        provider_class(provider)  # a misspelled name is an error before anything starts
+        provider_class(provider)  # finds a misspelled name before anything starts
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}
         self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
         self.sandbox_config = SandboxConfig(
@@ -89,7 +89,7 @@ class SandboxEnvironment(Environment):
         )
 
     def answer_that_runs(self, command: str) -> str:
-        """Returns an answer that tries to run a shell command in the sandbox. Empty: answers run nothing."""
+        """Returns an answer that tries to run a shell command in the sandbox. Empty if answers run nothing."""
         return ""
 
     def cheats(self, sample: Sample) -> dict[str, str]:
@@ -97,7 +97,7 @@ class SandboxEnvironment(Environment):
         return super().cheats(sample) | {name: answer for name, answer in running.items() if answer}
 
     async def check_resources(self) -> None:
-        """Makes the provider. Raises `UserError` for a program, a package or a key that it lacks."""
+        """Creates the provider. Raises `UserError` if a program, package or key is missing."""
         await get_provider(self.provider, **self.provider_kwargs).close()
         await super().check_resources()
 
@@ -113,9 +113,9 @@ class SandboxEnvironment(Environment):
 
 
 async def pool_of(environment: Environment, image: str | None = None) -> GenericSandboxPool:
-    """Returns the environment's pool of sandboxes with an image, started at its first use.
+    """Returns the environment's pool of sandboxes with an image. Starts it on first use.
 
-    An environment that is no `SandboxEnvironment` has local sandboxes.
+    An environment that is not a `SandboxEnvironment` has local sandboxes.
     """
     provider: str | None = None
     options: dict[str, Any] = {}
@@ -154,8 +154,8 @@ class SandboxTools(SandboxEnvironment):
     """A mixin for a `ToolEnvironment`, whose `tools` may then contain `shell` and `sandbox_python`.
 
     A rollout gets its sandbox with its first call and loses it at its end. A command that takes more than
-    `command_timeout_seconds` is killed, which the model reads; a sandbox that fails masks the sample. Override
-    `set_up_sandbox` to fill a new sandbox, and `working_dir_of` to choose where commands start.
+    `command_timeout_seconds` is killed, and the model is told so. A sandbox that fails masks the sample. Override
+    `set_up_sandbox` to fill a new sandbox, and `working_dir_of` to choose the folder where commands start.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class SandboxTools(SandboxEnvironment):
         return None
 
     def working_dir_of(self, state: RolloutState) -> str | None:
-        """Returns the folder in which commands start; None is the provider's."""
+        """Returns the folder in which commands start; None means the provider's."""
         return None
 
     async def sandbox_of(self, state: RolloutState) -> SandboxHandle:
-        """Returns the sandbox of a rollout, which is acquired at the first call."""
+        """Returns a rollout's sandbox, which is acquired at the first call."""
         if SANDBOX_KEY not in state.custom:
             handle = await self.sandboxes.acquire()
             try:

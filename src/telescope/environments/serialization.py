@@ -73,7 +73,7 @@ def _numbers(values: Any, field: str) -> dict[str, float]:
 
 
 def finite_number(value: Any, field: str) -> float:
-    """Returns a number of user code. Raises `MalformedResultError` with field and value."""
+    """Returns a number from user code as a finite float. Raises `MalformedResultError` with field and value."""
     if isinstance(value, str):
         raise MalformedResultError(f"{field} is {_shown(value)}, not a number")
     try:
@@ -94,12 +94,12 @@ def _mapping(value: Any, field: str) -> dict[Any, Any]:
 
 
 def _text(value: Any) -> str:
-    """Returns a string that can be written as UTF-8. Lone surrogates become question marks."""
+    """Returns a string that can be encoded as UTF-8. Lone surrogates become question marks."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def as_json(value: Any, field: str) -> Any:
-    """Returns the value as JSON types. Values without one, NaN and infinity included, become text."""
+    """Returns the value as JSON types. Values without a JSON form, including NaN and infinity, become text."""
     try:
         text = json.dumps(value, default=_text, ensure_ascii=False).encode("utf-8", "replace")
         return json.loads(text, parse_constant=str)
@@ -116,11 +116,11 @@ def _shown(value: Any) -> str:
 
 
 def serialize_messages(messages: Any, method: str, expected: str = "a list of messages") -> list[ChatMessage]:
-    """Checks messages that `method` returned.
+    """Checks and converts messages that `method` returned.
 
-    They must be a list of dicts, each with a `role` and text content; `expected` describes what it should return. A
-    `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
-    template would silently write `None` or the address of an object into the prompt.
+    They must be a list of dicts, each with a `role` and text content; `expected` describes the expected result in
+    errors. A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a
+    chat template would silently write `None` or an object's address into the prompt.
     """
     if not isinstance(messages, list | tuple):
         raise MalformedResultError(f"{method} returned {_shown(messages)}, not {expected}")

@@ -37,7 +37,7 @@ Parameters = Mapping[str, Mapping[str, Any]]
 """The schemas of a tool's parameters, by name."""
 
 MAX_CALLS = 64
-"""Calls that are read in one completion; a model in a loop writes thousands."""
+"""Most calls that are read in one completion. A model in a loop writes thousands."""
 MAX_CALL_CHARACTERS = 100_000
 MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
@@ -72,7 +72,7 @@ _KEYS_OF_A_CALL = frozenset(
 _STRING_OR_BRACKET = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
 )
-# A closing tag before which no element begins shows that the one before it is part of a value.
+# If another closing tag follows before any element begins, the first one is part of a value.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</?function|</?tool_call>|\Z))"
     r"(?!(?:(?!<parameter=).)*?</parameter>)",
@@ -99,13 +99,13 @@ _TRACES = {
         re.IGNORECASE,
     ),
 }
-"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them
+"""Pieces of the markup. At least one remains when some characters are missing or wrong. None of them
 occurs in ordinary text: "the tool call gave 5", "no further tool_call." and "fraction=3" are answers."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call. `arguments` is what the model wrote, not checked yet; `error` is the reason why it cannot be read."""
+    """One call. `arguments` is what the model wrote, not yet checked; `error` is why it cannot be read."""
 
     name: str
     arguments: Any
@@ -113,7 +113,7 @@ class ToolCall:
     error: str | None = None
 
     def record(self, result: ToolResult, text: str) -> dict[str, Any]:
-        """Returns a row of the table `tool_calls`, without its place. `text` is what the model saw."""
+        """Returns the call as a row of `tool_calls`, without its position. `text` is the result that the model saw."""
         written = self.raw_text
         if self.error is None and not isinstance(self.arguments, str):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -131,9 +131,9 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """Outcome of a call. `result` is text: what the tool returned, or for a failure the words that the model reads.
+    """The outcome of a call. `result` is text: the tool's result, or the error message for the model.
 
-    `error` is the kind of a failure: `unknown_tool`, `argument_error`, `unreadable_call`, or the exception's name.
+    `error` is the kind of failure: `unknown_tool`, `argument_error`, `unreadable_call`, or the exception's name.
     `seconds` is how long the call took, and `value` the object that the tool returned; the environment fills them in.
     """
 
@@ -145,7 +145,7 @@ class ToolResult:
     value: Any = None
 
     def __await__(self) -> Generator[Any, None, ToolResult]:
-        """Itself: `await execute_tool(call)` works whether the tool is async or not."""
+        """Returns itself, so that `await execute_tool(call)` works whether the tool is async or not."""
         return self
         yield  # makes this a generator
 
@@ -163,10 +163,10 @@ def parse_calls(
     tools: Mapping[str, Parameters] | None = None,
     form_shown: str | None = None,
 ) -> list[ToolCall]:
-    """All calls in order, unreadable ones with their `error`. Empty when there is none.
+    """Returns all calls in order, including unreadable ones with their `error`. Empty if there are none.
 
     Only names in `tools` (None: all) are read as Python calls. The schemas of their parameters decide whether an
-    element is text or JSON. `form_shown` is the form that the model was told, if it is not that of `form`.
+    element is text or JSON. `form_shown` is the form that the model was shown, if it differs from `form`'s.
     """
     if isinstance(completion, UnfinishedReasoning):
         return []
@@ -174,7 +174,7 @@ def parse_calls(
 
 
 def split_answer(completion: str, tools: Mapping[str, Parameters]) -> tuple[str, str, list[ToolCall]]:
-    """Returns an answer without its reasoning, the reasoning, and the calls in the answer."""
+    """Returns a completion's answer without reasoning, the reasoning, and the calls in the answer."""
     scan = _Scan(completion, tools)
     return scan.answer, "\n\n".join(scan.reasoning), _calls_of(scan, "xml", None)
 
@@ -193,18 +193,18 @@ def _calls_of(scan: _Scan, form: ToolCallFormat, form_shown: str | None) -> list
 
 
 def parse_xml_tool_calls(text: str) -> list[ToolCall]:
-    """The readable `<tool_call>...</tool_call>` calls, in their order."""
+    """Returns the readable `<tool_call>...</tool_call>` calls in order."""
     return [call for call in _Scan(text, None).marked if call.error is None]
 
 
 def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = None) -> list[ToolCall]:
-    """The calls `name(arg=1, other="x")` with literal arguments, in their order. Of `tool_names` only, if given."""
+    """Returns the calls `name(arg=1, other="x")` with literal arguments in order, limited to `tool_names` if given."""
     scan = _Scan(text, None if tool_names is None else {name: {} for name in tool_names})
     return [call for is_python, call in scan.bare if is_python and call.error is None]
 
 
 class _Scan:
-    """One pass over a completion: its calls outside of reasoning, and the text around them."""
+    """One pass over a completion. Collects its calls outside of reasoning, and the text around them."""
 
     def __init__(self, text: str, tools: Mapping[str, Parameters] | None) -> None:
         self.text = text
@@ -239,7 +239,7 @@ class _Scan:
         self.marked: list[ToolCall] = []
         """Calls in markup."""
         self.bare: list[tuple[bool, ToolCall]] = []
-        """Calls without markup, each with whether it is written in Python."""
+        """Calls without markup. The flag says whether the call is written in Python."""
         self.announced = False
         self.rest = self.answer = ""  # without reasoning; `rest` without calls too
 
@@ -248,7 +248,7 @@ class _Scan:
         self.answer += text
 
     def _read(self, kind: str, token: re.Match[str]) -> int | None:
-        """Reads the call that the token begins. Returns where it ends; None if the token is ordinary text."""
+        """Reads the call that begins with the token. Returns its end, or None if the token is ordinary text."""
         start, inside = token.span()
         if kind == "marker":
             self.announced = True
@@ -284,14 +284,14 @@ class _Scan:
             call = ToolCall(name, None, self.text[start:], f"The call of {name} has no closing parenthesis.")
         else:
             call = _read_syntax(name, self.text[start:end])
-        if call.error is not None and self.tools is None:  # the text may be anything
+        if call.error is not None and self.tools is None:  # the text may not be a call at all
             self._num_failed += 1
             return None
         self.bare.append((True, call))
         return max(end, inside)
 
     def _tagged(self, start: int, inside: int) -> tuple[list[ToolCall], int]:
-        """The calls after `<tool_call>`. One that only lacks its closing tag is read, since its meaning is clear."""
+        """Returns the calls after `<tool_call>`, and their end. A call that only lacks its closing tag is read."""
         problem = None
         value: Any
         glm = _GLM_CALL.match(self.text, inside)
@@ -315,7 +315,7 @@ class _Scan:
         return [ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}")], end
 
     def _named(self, opening: str, start: int, inside: int) -> tuple[ToolCall, int]:
-        """The call behind one of `_NAMED_OPENINGS`."""
+        """Returns the call after one of `_NAMED_OPENINGS`, and its end."""
         text = self.text
         is_function = opening.startswith(_FUNCTION_OPEN)
         name = next(found[1] for pattern in _NAMED_OPENINGS if (found := re.fullmatch(pattern, opening)))
@@ -341,7 +341,7 @@ class _Scan:
         return ToolCall(name, None, raw, f"{problem}.{lacks}"), end
 
     def _elements(self, element: re.Pattern[str], name: str, position: int) -> tuple[dict[str, Any], int]:
-        """The arguments that stand in elements of their own, and where they end."""
+        """Returns the arguments that are written as elements, and their end."""
         schemas = (self.tools or {}).get(name, {})
         arguments: dict[str, Any] = {}
         while found := element.match(self.text, position, position + MAX_CALL_CHARACTERS):
@@ -350,7 +350,7 @@ class _Scan:
         return arguments, position
 
     def _limit(self, position: int, opening: str, closing: str) -> tuple[int, int]:
-        """Returns where the content of an element ends, and where what follows it begins."""
+        """Returns where the content of an element ends, and where the text after the element begins."""
         close, again = self.text.find(closing, position), self.text.find(opening, position)
         if close != -1 and not -1 < again < close:
             return close, close + len(closing)
@@ -358,7 +358,7 @@ class _Scan:
 
 
 def _is_attempt(value: Any, tools: Collection[str] | None) -> bool:
-    """Returns whether a JSON object without markup is a call. A model may also answer with an object."""
+    """Returns whether a JSON object without markup is a call. An object may also be an ordinary answer."""
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = _name_in(value)
@@ -370,7 +370,7 @@ def _name_in(value: Mapping[str, Any]) -> Any:
 
 
 def _read_object(value: Any, raw: str) -> ToolCall:
-    """The call in a JSON object."""
+    """Returns the call in a JSON object."""
     if not isinstance(value, dict):
         return ToolCall(
             "", None, raw, f"A tool call must be a JSON object, not {_KIND[type(value)]}: {FORM_SHOWN['xml']}."
@@ -383,7 +383,7 @@ def _read_object(value: Any, raw: str) -> ToolCall:
         return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
     arguments = value.get("arguments", value.get("parameters", {}))
     stray = ", ".join(repr(key[:40]) for key in value if key not in _KEYS_OF_A_CALL)
-    if stray:  # ignoring them would run the tool with its defaults
+    if stray:  # ignoring them would run the tool with default values
         return ToolCall(name, arguments, raw, f'A tool call has no {stray}: its parameters stand in "arguments".')
     return ToolCall(name, arguments, raw, _arguments_problem(arguments))
 
@@ -395,7 +395,7 @@ def _arguments_problem(arguments: Any) -> str | None:
 
 
 def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
-    """An argument that stands in an element: text where the schema allows text, else the JSON value that it is."""
+    """Returns an argument written as an element: text where the schema allows text, else its JSON value."""
     kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
     if text.strip().lower() in ("null", "none") and "null" in kinds:
         return None
@@ -416,11 +416,11 @@ _KIND = {
     type(None): "null",
 }  # fmt: skip
 _DECODER = json.JSONDecoder(strict=False)
-"""Not strict: a model writes line breaks inside of strings."""
+"""Not strict, because models write line breaks inside strings."""
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """The JSON value at a position, where it ends, and what is wrong with it."""
+    """Returns the JSON value at a position, its end, and what is wrong with it."""
     position = len(text) - len(text[position:].lstrip())
     piece = text[position : position + MAX_CALL_CHARACTERS]
     try:
@@ -435,12 +435,12 @@ def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
 
 
 def _extra(text: str) -> str | None:
-    """Returns what is wrong with text that follows a value."""
+    """Returns what is wrong with the text after a value."""
     return f"there is text behind it: {text.strip()[:40]!r}" if text.strip() else None
 
 
 def _closing_parenthesis(text: str, position: int) -> int:
-    """Where the call ends whose arguments start at `position`. -1 when it does not."""
+    """Returns the end of the call whose arguments start at `position`, or -1 if it does not end."""
     depth = 1
     for token in _STRING_OR_BRACKET.finditer(text, position, position + MAX_CALL_CHARACTERS):
         if token[0] in "([{":
@@ -472,7 +472,7 @@ def written_call(name: str, **arguments: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Returns `str(value)`, or its type where that raises."""
+    """Returns `str(value)`, or a note with its type if that raises."""
     try:
         return str(value)
     except Exception:  # a number with too many digits, a `__str__` that raises

@@ -5,9 +5,9 @@ without a call is the final one and ends the rollout. This module owns the conve
 `tool_schema` checks arguments, and the subclass computes the reward.
 
 Invariants:
-- Every call gets a response: one that is broken, names no tool, has wrong arguments, raises or takes too long becomes
-  an error message for the model. Only a tool's `InfrastructureError` propagates: it is not the fault of the model.
-- An environment keeps no state of a rollout; calls and results are counted in `state.custom`.
+- Every call gets a response. A call that is broken, names no tool, has wrong arguments, raises or takes too long gets
+  an error message for the model. Only a tool's `InfrastructureError` propagates, because it is not the model's fault.
+- An environment keeps no state of a rollout. Calls and results are counted in `state.custom`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     `tool_error_count` and `tools_by_name` (number of calls of each tool). The record names the sandbox whose handle an
     environment keeps in `sandbox` there.
 
-    Class attributes: `tool_timeout_seconds` bounds one call; `max_result_characters` cuts long results; `tool_role` is
+    Class attributes: `tool_timeout_seconds` limits one call; `max_result_characters` cuts long results; `tool_role` is
     the role of the responses ("user": one message for all results of a turn; "tool": one message per result, in the
     tool role of the chat template; None: "tool" where the tools go through the template); `tools_in_template` False
     keeps them in the system message. None keeps them there for a class with its own prompt, syntax or parser.
@@ -152,18 +152,18 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     @property
     def form_of_a_call(self) -> str:
-        """Returns the form of a call that the prompt shows to the model."""
+        """Returns the form of a call as the prompt shows it to the model."""
         return self._template.form if self._template else FORM_SHOWN[self.tool_call_format]
 
     @property
     def reply_role(self) -> str:
-        """The role of the messages with results."""
+        """Returns the role of messages with results."""
         in_template = self._template is not None and self._template.takes_results
         keeps = in_template and not self._overrides("env_response", "format_multiple_tool_results")
         return self.tool_role or ("tool" if keeps else "user")
 
     def _build_tools_prompt_section(self) -> str:
-        """The part of the system message that describes the tools. May be overridden."""
+        """Returns the part of the system message that describes the tools. May be overridden."""
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tool_schemas)
         return (
             f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n\nTo call one, write\n"
@@ -174,7 +174,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """Runs the calls of the last answer in order. Responds with their results."""
+        """Runs the calls of the last answer in order. Returns their results as messages."""
         token = _state.set(state)
         try:
             calls = self.parse_tool_calls(state.trajectory[-1].text)
@@ -187,7 +187,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return self._respond_later(calls, results, state)
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Returns whether the rollout ended: with a final answer, or after `max_turns`."""
+        """Returns whether the rollout has ended, with a final answer or after `max_turns`."""
         if state.trajectory and self.is_final_answer(state.trajectory[-1].text, state):
             return True, "final_answer"
         return super().is_done(state)
@@ -195,11 +195,11 @@ class ToolEnvironment(MultiTurnEnvironment):
     # What subclasses may override
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
-        """The calls in an answer; unreadable ones with their `error`."""
+        """Returns the calls in an answer. Unreadable calls have an `error`."""
         return parse_calls(completion, self.tool_call_format, self._parameters, self.form_of_a_call)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
-        """Returns whether the answer ends the rollout. By default it does when it has no call, readable or not."""
+        """Returns whether the answer ends the rollout, by default if it has no call, readable or not."""
         return not self.parse_tool_calls(completion)
 
     def execute_tool(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
@@ -227,18 +227,18 @@ class ToolEnvironment(MultiTurnEnvironment):
         return ToolResult(tool.name, as_text(result), value=result)
 
     def format_tool_result(self, result: ToolResult) -> str:
-        """The text of one result: `[name] result` or `[name] Error: ...`. Without the name in the tool role."""
+        """Returns the text of one result: `[name] result` or `[name] Error: ...`. The tool role needs no name."""
         text = result.result if result.success else f"Error: {result.result}"
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
         return f"[{result.tool_name}] {text}" if self.reply_role == "user" and result.tool_name else text
 
     def format_multiple_tool_results(self, results: Sequence[ToolResult]) -> str:
-        """The text of several results, in lines `Tool 1: ...`."""
+        """Returns the text of several results, in lines `Tool 1: ...`."""
         return "\n".join(f"Tool {i}: {self.format_tool_result(result)}" for i, result in enumerate(results, 1))
 
     def get_tool_metrics(self, state: RolloutState) -> dict[str, float]:
-        """Numbers of a rollout's calls, for `sample_metrics`. `<tool>_calls` for every tool and every name called."""
+        """Returns numbers of a rollout's calls, with `<tool>_calls` for every tool and called name."""
         custom = _counts(state)
         total = custom["tool_success_count"] + custom["tool_error_count"]
         called = dict.fromkeys(self.tool_map, 0) | custom["tools_by_name"]
@@ -294,7 +294,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return value if isinstance(value, ToolResult) else ToolResult(tool.name, as_text(value), value=value)
 
     def _failure(self, name: str, error: BaseException) -> ToolResult:
-        """The result of a call that raised. An `InfrastructureError` is not the model's fault and is raised again."""
+        """Returns the result of a call that raised. Re-raises an `InfrastructureError`: it is not the model's fault."""
         if isinstance(error, InfrastructureError):
             raise error
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -311,7 +311,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         custom = _counts(state)
         for call, result in zip(calls, results, strict=True):
             result.tool_name = name = result.tool_name or call.name[:100]
-            if not isinstance(result.result, str):  # of an override
+            if not isinstance(result.result, str):  # an override may return any value
                 result.value = result.result
                 result.result = as_text(result.error if result.result is None else result.result)
             custom["tool_calls"].append({"name": call.name, "arguments": call.arguments, "raw": call.raw_text})
@@ -335,7 +335,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
 
 class _Response(list[ChatMessage]):
-    """Messages that an override may `await`. `await super().env_response(messages, state)` works with plain tools."""
+    """Messages that an override may `await`: `await super().env_response(messages, state)` works with plain tools."""
 
     def __await__(self) -> Generator[Any, None, list[ChatMessage]]:
         return self
@@ -343,7 +343,7 @@ class _Response(list[ChatMessage]):
 
 
 class SingleTurnTools(ToolEnvironment):
-    """A mixin that gives a `SingleTurnEnvironment` tools. Its last answer is scored."""
+    """A mixin that gives a `SingleTurnEnvironment` tools. The last answer is scored."""
 
     tools_in_template = True
 
@@ -359,7 +359,7 @@ class SingleTurnTools(ToolEnvironment):
 
 
 def _counts(state: RolloutState) -> dict[str, Any]:
-    """`state.custom` with the entries that a tool environment keeps there."""
+    """Returns `state.custom` with the entries that a tool environment keeps there."""
     empty = {"tool_calls": [], "tool_results": [], "tool_success_count": 0, "tool_error_count": 0, "tools_by_name": {}}
     for key, value in empty.items():
         state.custom.setdefault(key, value)

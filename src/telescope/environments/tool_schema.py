@@ -1,8 +1,8 @@
-"""Python functions as tools: their schemas, and checks and conversions of the arguments of calls.
+"""Describes Python functions as tools: builds schemas, and checks and converts the arguments of calls.
 
-Schema and checks come from one pydantic model that is built from the annotations, so a call accepts what the schema
-promises. A fault of the function (an annotation that JSON cannot express) is a `UserError` when the tool is made; a
-fault of the model is an `ArgumentError`, whose text goes back to the model.
+Schema and checks come from one pydantic model that is built from the annotations, so a call accepts exactly what the
+schema promises. A fault of the function (an annotation that JSON cannot express) is a `UserError` when the tool is
+created. A fault of the model is an `ArgumentError`, whose text is sent to the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from telescope.environments.base import RolloutState
 from telescope.errors import UserError
 
 MAX_ERRORS_SHOWN = 5
-"""Reported mistakes of one call."""
+"""Most errors reported for one call."""
 
 _KINDS = inspect.Parameter
 
@@ -54,9 +54,10 @@ class Tool:
         self.schema = self._build_schema(description)
 
     def bind(self, arguments: Any, state: RolloutState | None = None) -> inspect.BoundArguments:
-        """The arguments of one call, converted to the annotated types.
+        """Returns the arguments of one call, converted to the annotated types.
 
-        `arguments` is a dict of names, a list of positions, a JSON text of either, or None. Raises `ArgumentError`.
+        `arguments` is a dict of names, a list of positional values, JSON text of either, or None. Raises
+        `ArgumentError`.
         """
         if isinstance(arguments, str) and not arguments.strip():
             arguments = None
@@ -71,7 +72,7 @@ class Tool:
         try:
             checked = self._model.model_validate(by_name)
         except (ValidationError, RecursionError) as problem:
-            try:  # perhaps the model wrote a list or an object as a string of JSON, or null for a default
+            try:  # the model may have written a list or object as a JSON string, or null for a default
                 optional = {p.name for p in self.parameters if p.default is not p.empty}
                 given = {name: value for name, value in by_name.items() if value is not None or name not in optional}
                 checked = self._model.model_validate({name: _from_text(value) for name, value in given.items()})
@@ -87,7 +88,7 @@ class Tool:
         return bound
 
     def _by_name(self, arguments: Any) -> tuple[dict[str, Any], list[Any]]:
-        """Arguments by name, and those that go to `*args`."""
+        """Returns arguments by name, and the arguments for `*args`."""
         if arguments is None:
             return {}, []
         if isinstance(arguments, dict):
@@ -101,7 +102,7 @@ class Tool:
         return dict(zip(names, arguments, strict=False)), rest
 
     def _explain(self, error: ValidationError | RecursionError) -> str:
-        """Describes what is wrong with the arguments, for the model."""
+        """Returns what is wrong with the arguments, for the model."""
         if isinstance(error, RecursionError):
             return f"the arguments of {self.name} are nested too deeply."
         problems = []
@@ -114,7 +115,7 @@ class Tool:
         return f"{self.name}: {'; '.join(problems[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
 
     def _build_model(self, described: dict[str, str]) -> type[BaseModel]:
-        """Names fields p0, p1, ... with the parameters' names as aliases: `_x` cannot be a field name."""
+        """Returns the pydantic model. Its fields are p0, p1, ... with aliases, because `_x` cannot be a field name."""
         fields: dict[str, Any] = {}
         takes_more = False
         for number, parameter in enumerate(self.parameters):
@@ -128,7 +129,7 @@ class Tool:
             elif default is parameter.empty:
                 default = ...
             options: dict[str, Any] = {"alias": parameter.name}
-            if parameter.name in described:  # else a description in `Annotated` holds
+            if parameter.name in described:  # otherwise a description in `Annotated` is used
                 options["description"] = described[parameter.name]
             fields[f"p{number}"] = (annotation, Field(default, **options))
             self._fields[f"p{number}"] = parameter.name
@@ -150,7 +151,7 @@ class Tool:
         parameters.pop("description", None)
         parameters.setdefault("properties", {})
         if parameters.get("additionalProperties") is False:
-            del parameters["additionalProperties"]  # of no use to a model, and costs tokens in every prompt
+            del parameters["additionalProperties"]  # useless to a model, and costs tokens in every prompt
         function = {"name": self.name, "description": description, "parameters": parameters}
         return {"type": "function", "function": function}
 
@@ -163,7 +164,7 @@ class Tool:
 
 
 def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The function as an OpenAI tool: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    """Returns the OpenAI tool `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
     Types come from the annotations, descriptions from the docstring (Google, NumPy or Sphinx style) or from
     `Annotated[..., "text"]`. Raises `UserError` for a parameter that JSON cannot express.
@@ -172,7 +173,7 @@ def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description of a function and those of its parameters. A malformed docstring is all description."""
+    """Returns the description of a function and of its parameters. A malformed docstring is used as the description."""
     try:
         parsed = docstring_parser.parse(text)
     except (docstring_parser.ParseError, IndexError):  # IndexError: a field without a name, as in ": :param x: y"
@@ -187,12 +188,12 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _join_lines(text: str) -> str:
-    """The text with each paragraph on one line."""
+    """Returns the text with each paragraph on one line."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 
 def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[inspect.Parameter], str | None]:
-    """Returns the schema's parameters with annotations, and the state's parameter."""
+    """Returns the parameters in the schema, with annotations, and the name of the state's parameter."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -215,10 +216,10 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
 
 
 def _portable(hint: Any) -> Any:
-    """The annotation in a form that pydantic accepts.
+    """Returns the annotation in a form that pydantic accepts.
 
     Texts in `Annotated` become descriptions. A `TypedDict` of the standard library, which pydantic refuses before
-    Python 3.12, becomes one of typing_extensions.
+    Python 3.12, is rebuilt with typing_extensions.
     """
     if typing.is_typeddict(hint):
         fields = {
@@ -239,7 +240,7 @@ def _portable(hint: Any) -> Any:
 
 
 def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]) -> Any:
-    """The schema without references and generated titles. A recursive type becomes an unspecified object."""
+    """Returns the schema without references and generated titles. A recursive type becomes an unspecified object."""
     if isinstance(node, list):
         return [_inlined(item, definitions, open_names) for item in node]
     if not isinstance(node, dict):
@@ -254,7 +255,7 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
     for key, value in node.items():
         if key == "title" and isinstance(value, str):
             continue
-        if key == "properties" and isinstance(value, dict):  # its keys are names of parameters, `title` among them
+        if key == "properties" and isinstance(value, dict):  # its keys are parameter names, possibly `title`
             plain[key] = {name: _inlined(inner, definitions, open_names) for name, inner in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             plain[key] = value

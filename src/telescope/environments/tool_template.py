@@ -1,7 +1,7 @@
-"""Shows tools to a model as its chat template does, in the form that it was trained on.
+"""Shows tools to a model through its chat template, in the form that it was trained on.
 
-A template takes tools if it writes their schemas into the prompt, and if `tool_calls` reads the call that it writes.
-Both are tried with one tool. Of other templates, the environment's system message shows the tools.
+A template takes tools if it writes their schemas into the prompt, and if `tool_calls` can read the calls that it
+writes. Both are tried with one tool. With any other template, the environment's system message shows the tools.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FINAL = "<|channel|>final<|message|>"
 
 @dataclass(slots=True, frozen=True)
 class ToolTemplate:
-    """What a chat template does with tools: the `form` of a call, and whether it has a role for results."""
+    """How a chat template handles tools: the `form` of a call, and whether it has a role for results."""
 
     form: str
     takes_results: bool
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """Returns what the tokenizer's chat template does with tools. None if tools do not go through it."""
+    """Returns how the tokenizer's chat template handles tools. None if tools cannot go through it."""
     return _tried(tokenizer, str(tokenizer.chat_template)) if getattr(tokenizer, "chat_template", None) else None
 
 
@@ -59,7 +59,7 @@ def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
         whole = render(question, {"role": "assistant", "content": "", "tool_calls": called}, prompts=False)
         written = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071  # of texts, not of paths
         calls = parse_calls(written, "xml", {"NAME": _PARAMETERS})
-    except Exception:  # a template is a program, and may refuse anything
+    except Exception:  # a template is a program and may raise anything
         return None
     if _SENTINEL not in prompt or [(call.name, call.arguments) for call in calls] != [tuple(_CALL.values())]:
         return None
@@ -73,9 +73,10 @@ def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
 
 
 def with_channels_as_fields(messages: Sequence[ChatMessage], template: str) -> list[ChatMessage]:
-    """The conversation as the chat template of gpt-oss takes it; of other templates, unchanged.
+    """Converts a conversation for the chat template of gpt-oss. Returns it unchanged for others.
 
-    That template refuses answers as the model writes them, and wants reasoning and calls in fields of their own.
+    gpt-oss's template refuses completions as the model writes them, and requires separate fields for reasoning and
+    calls.
     """
     if "<|channel|>" not in template:
         return list(messages)
@@ -84,7 +85,7 @@ def with_channels_as_fields(messages: Sequence[ChatMessage], template: str) -> l
         text = message.get("content")
         if message.get("role") == "assistant" and isinstance(text, str) and "tool_calls" not in message:
             message = {"role": "assistant", "thinking": "".join(_ANALYSIS.findall(text))}
-            if following.get("role") == "tool":  # an unreadable call has a reply too
+            if following.get("role") == "tool":  # an unreadable call gets a reply too
                 call = next(iter(parse_calls(text, "xml")), None)
                 name = (call and call.name) or following.get("name", "unknown")
                 arguments = call.arguments if call and call.error is None else text

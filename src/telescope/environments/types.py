@@ -1,4 +1,4 @@
-"""Records between environments and those who run them: specification, prompt, reply, score. They become JSON."""
+"""Records exchanged between environments and their callers: specification, prompt, reply, score. They become JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EnvironmentSpec:
 
     @property
     def identity(self) -> str:
-        """Key of this environment among those of a run."""
+        """Returns the key of this environment in a run."""
         return self.key or self.name
 
 
@@ -42,7 +42,7 @@ FINGERPRINT_DIGITS = 4
 
 
 def digest_positions(count: int) -> list[int]:
-    """Returns the positions of the items that are compared: all, or `DIGEST_ITEMS` across a larger dataset."""
+    """Returns the positions of the items to compare: all, or `DIGEST_ITEMS` spread over a larger dataset."""
     if count <= DIGEST_ITEMS:
         return list(range(count))
     return [round(i * (count - 1) / (DIGEST_ITEMS - 1)) for i in range(DIGEST_ITEMS)]
@@ -50,7 +50,7 @@ def digest_positions(count: int) -> list[int]:
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentInfo:
-    """Description of a loaded environment. `name` is a display name, which the class may set freely."""
+    """Describes a loaded environment. `name` is a display name, which the class may set freely."""
 
     name: str
     num_samples: int
@@ -62,15 +62,15 @@ class EnvironmentInfo:
     dataset_digest: str = ""
     """Hash of the identities of the items at `digest_positions`; equal in all processes."""
     fingerprints: str = ""
-    """The first `FINGERPRINT_DIGITS` hex digits of each of those identities, in order."""
+    """The first `FINGERPRINT_DIGITS` hex digits of each identity, in order."""
     shares_resources: bool = False
-    """Its resources exist once per host, so one process runs all of it."""
+    """Whether its resources exist once per host, so that one process runs all of it."""
     ends_rollouts: bool = False
-    """It overrides `end_rollout`, which must be called for open rollouts before a process exits."""
+    """Whether it overrides `end_rollout`, which must be called for open rollouts before a process exits."""
     notices: list[str] = field(default_factory=list)
     """Messages for the user of a run (`Environment.notice`)."""
     stops: dict[str, Any] = field(default_factory=dict)
-    """What ends an answer: the fields of `stops.Stops`, equal for all environments."""
+    """The ends of a completion: the fields of `stops.Stops`, equal for all environments."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +83,7 @@ class PreparedPrompt:
     sample_uid: str
 
 
-@dataclass(frozen=True)  # no slots: every sample has one, and pickle reads those of a frozen class field by field
+@dataclass(frozen=True)  # no slots: every sample has one, and pickle restores frozen slots field by field
 class RewardRecord:
     """A score as JSON values.
 
@@ -101,11 +101,11 @@ class RewardRecord:
 class Advance:
     """The environment's reply to a completion.
 
-    `append_token_ids` follow the completion in the next turn's prompt; empty when `done`. `completion_text` is the
-    scored text. In a rollout that continues, `messages` are the environment's messages after the completion. With
-    `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
-    join differs from the chat template (`rollout.rendering`). `end_reason` is the environment's reason when the rollout
-    is done. `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
+    `append_token_ids` follow the completion in the next turn's prompt; empty if `done`. `completion_text` is the scored
+    text. If the rollout continues, `messages` are the environment's messages after the completion. With `restarts`,
+    nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the join differs
+    from the chat template (`rollout.rendering`). If `done`, `end_reason` is the environment's reason. `tool_calls` are
+    the calls of the completion, as `ToolCall.record` returns them.
     """
 
     done: bool

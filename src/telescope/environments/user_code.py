@@ -1,15 +1,15 @@
 """Runs user code in steps, with deadlines, memory limits and readable errors.
 
 Synchronous code runs outside the event loop, awaitables run inside it. A generator executes a request: it yields each
-awaitable and is resumed with the result, or with the error raised inside; its return value is the answer. So
-synchronous user code may call `asyncio.run` itself, even after an await.
+awaitable, is resumed with its result or error, and returns the final result. So synchronous user code may call
+`asyncio.run` itself, even after an await.
 
 `deadline` interrupts Python code. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression,
-a sleep); for those the deadline of the call replaces the process. `within` bounds a coroutine. Invariant: a coroutine
-is not charged for time in which other code blocks the event loop.
+a sleep); for these the deadline of the call replaces the process. `within` limits a coroutine. Invariant: time in which
+other code blocks the event loop does not count against a coroutine.
 
-`describe_error` names the line of user code that an error comes from, for any exception: also for one whose `__str__`
-raises or returns megabytes of text.
+`describe_error` names the line of user code that raised an error, for any exception, even if its `__str__` raises or
+returns megabytes of text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Steps = Generator[Awaitable[Any], Any, R]
 
 
 def call_with_declared(function: Callable[..., Any], /, *positional: Any, **available: Any) -> Any:
-    """Calls a function with those of the `available` arguments that it declares; all of them if it has `**kwargs`."""
+    """Calls a function with the `available` arguments that it declares, or with all if it has `**kwargs`."""
     declared = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in declared):
         available = {p.name: available[p.name] for p in declared if p.name in available}
@@ -79,9 +79,9 @@ class DeadlinePassed(TimeoutError):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises `DeadlinePassed` inside the block, at the next instruction of Python, when it takes longer than `seconds`.
+    """Raises `DeadlinePassed` in the block, at the next Python instruction, if it takes longer than `seconds`.
 
-    The earliest of nested deadlines holds.
+    The earliest of nested deadlines applies.
     """
 
     class Passed(DeadlinePassed):
@@ -104,10 +104,10 @@ def deadline(seconds: float) -> Iterator[None]:
             threading.Thread(target=interrupt, daemon=True).start()
             yield
         finally:
-            is_over.set()  # an interrupt that comes here raises past this line, but not past the next block
+            is_over.set()  # an interrupt that arrives now raises after this line, but not after the next block
     finally:
         is_over.set()
-        with lock:  # what was not raised yet belongs to this block
+        with lock:  # a pending interrupt belongs to this block
             raise_in(ctypes.c_ulong(thread), None)
 
 
@@ -147,7 +147,7 @@ async def without_exit(awaitable: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        # SystemExit would stop the event loop of all rollouts; after the others nothing would report the sample.
+        # SystemExit would stop the event loop of all rollouts. After other exceptions nothing would report the sample.
         what = RuntimeError(f"user code raised {error_text(error)}")
         raise what.with_traceback(error.__traceback__) from error
 
@@ -163,7 +163,7 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 
     def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(contained(work), loop=loop, **options)
-        task.add_done_callback(lambda _: work.close())  # which has not begun if the task was cancelled at once
+        task.add_done_callback(lambda _: work.close())  # it has not begun if the task was cancelled at once
         return task
 
     loop.set_task_factory(start)
@@ -200,8 +200,8 @@ MAX_CHARACTERS = 2_000
 def user_code_line(error: BaseException, folder: Path | None = None) -> str | None:
     """Returns the `file:line` in user code where the error was raised. None without a traceback.
 
-    That is the innermost line in `folder`, the environment's folder; or else the innermost outside installed libraries
-    and this package; or else the innermost of all.
+    It is the innermost line in `folder`, the environment's folder. If there is none, it is the innermost line outside
+    installed libraries and this package, or else the innermost of all.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     if not frames:
@@ -214,12 +214,12 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
 
 
 def _is_of_package(file: Path) -> bool:
-    """Whether a file is of this package, and none of an environment or an eval that ships with it."""
+    """Returns whether a file belongs to this package, but not to a shipped environment or eval."""
     return file.is_relative_to(_PACKAGE) and file.parent.parent not in (_PACKAGE / "environments", _PACKAGE / "evals")
 
 
 def error_text(error: BaseException) -> str:
-    """Returns `Type: message` as UTF-8 text of bounded length. An exception group is shown with its first error."""
+    """Returns `Type: message` as UTF-8 text of limited length. An exception group is shown by its first error."""
     name = type(error).__name__
     try:
         message = str(error)
@@ -247,14 +247,14 @@ def describe_error(error: BaseException, folder: Path | None = None) -> str:
 
 
 def load_function(name: str, use: str) -> Callable[..., Any]:
-    """Imports `package.module:function` or `file.py:function`. Raises `UserError`, which names its `use`."""
+    """Imports `package.module:function` or `file.py:function`. Raises `UserError`, which mentions its `use`."""
     place, _, attribute = name.rpartition(":")
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).expanduser())
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+            sys.modules.setdefault(spec.name, module)  # dataclasses look up their module
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
@@ -274,7 +274,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def default_memory_limit() -> int:
-    """Returns what a worker may allocate, in bytes, besides what it has loaded.
+    """Returns how many bytes a worker may allocate in addition to what it has loaded.
 
     It is a quarter of the memory of the machine or, if lower, the container, and at least 2 GiB: a reward that never
     stops allocating fails before the engine or the trainer does.

@@ -1,12 +1,12 @@
 """Evals, and evals by name: datasets with a prompt format and metrics of the answers.
 
-An eval may wrap an environment (`environment_name`), from which it takes what it does not define itself: the dataset,
-the prompt format, the metrics, any other attribute. Every environment is also an eval (`EnvironmentEval`), so training
-and evaluation use the same prompts.
+An eval may wrap an environment (`environment_name`), from which it takes everything that it does not define itself: the
+dataset, the prompt format, the metrics, any other attribute. Every environment is also an eval (`EnvironmentEval`), so
+training and evaluation use the same prompts.
 
-`src/telescope/evals/<name>/eval.py` is an eval called `<name>`, and so is `<name>/eval.py` in any folder of
-`environments_path`, an entry point of the group `telescope.evals`, and `package.module:Class`. Every other name is
-looked up among the environments.
+An eval named `<name>` is `src/telescope/evals/<name>/eval.py`, `<name>/eval.py` in a folder of `environments_path`, an
+entry point of the group `telescope.evals`, or `package.module:Class`. Every other name is looked up among the
+environments.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -31,11 +31,10 @@ from telescope.errors import UserError
 
 
 class Eval(Dataset):
-    """Subclass this and set `environment_name`, or define `load_dataset` and `compute_eval_metrics`, or both.
+    """An eval. Subclass this and set `environment_name`, or define `load_dataset` and `compute_eval_metrics`, or both.
 
     Keyword arguments that the class does not take go to the environment. A `system_prompt` of the class or of the
-    arguments replaces the environment's. The environment is `env`; attributes that the eval does not have are those of
-    the environment.
+    arguments replaces the environment's. The environment is `env`; attributes that the eval lacks are taken from it.
     """
 
     environment_name: str | None = None
@@ -48,7 +47,7 @@ class Eval(Dataset):
     reward_max: float | None = None
     keeps_eos_token: bool = False
 
-    # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
+    # Class-level defaults, so that a subclass works even if its __init__ does not call super().
     env: SingleTurnEnvironment | MultiTurnEnvironment | None = None
     _eos_token: str = ""
     _question_format: SingleTurnEnvironment | None = None
@@ -70,7 +69,7 @@ class Eval(Dataset):
 
     @property
     def eos_token(self) -> str:
-        """The end token, shared with the environment."""
+        """Returns the end token, which is shared with the environment."""
         return self._eos_token if self.env is None else self.env.eos_token
 
     @eos_token.setter
@@ -80,7 +79,7 @@ class Eval(Dataset):
             self.env.eos_token = token
 
     def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
-        """All samples, or the first `num_samples`; unless overridden, the environment's.
+        """Returns all samples, or the first `num_samples`. By default they are the environment's.
 
         An override may call it, with arguments for the environment's `load_dataset`, and then filter `self._samples`.
         """
@@ -95,7 +94,7 @@ class Eval(Dataset):
     def compute_eval_metrics(
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of one completion; unless overridden, the environment's. May be `async`."""
+        """Returns the metrics of one completion, by default the environment's. May be `async`."""
         environment = self._require_environment("compute_eval_metrics")
         assert isinstance(environment, SingleTurnEnvironment), "compute_rollout_metrics scores multi-turn rollouts"
         return environment.compute_eval_metrics(completion, sample, eos_token)
@@ -103,7 +102,7 @@ class Eval(Dataset):
     def compute_rollout_metrics(
         self, state: RolloutState, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of a finished multi-turn rollout; unless overridden, the environment's. May be `async`."""
+        """Returns the metrics of a finished multi-turn rollout, by default the environment's. May be `async`."""
         environment = self._require_environment("compute_rollout_metrics")
         assert isinstance(environment, MultiTurnEnvironment), "compute_eval_metrics scores single answers"
         return environment.compute_eval_metrics(state, eos_token)
@@ -118,7 +117,7 @@ class Eval(Dataset):
         return text
 
     async def prepare_resources(self) -> None:
-        """Awaited once per process before the first completion is scored."""
+        """Prepares resources. Awaited once per process before the first completion is scored."""
         if self.env is not None:
             await self.env.prepare_resources()
 
@@ -126,7 +125,7 @@ class Eval(Dataset):
         return self.name if self.env is None else self.env.name
 
     def _format(self) -> SingleTurnEnvironment:
-        """The environment that formats the prompt. Without one, the question with the eval's system prompt."""
+        """Returns the environment that formats the prompt, by default the question with the eval's system prompt."""
         assert not isinstance(self.env, MultiTurnEnvironment), "a multi-turn environment formats its own prompts"
         if self.env is not None:
             return self.env
@@ -161,12 +160,12 @@ EVALS = Discovery("eval", "telescope.evals", Eval)
 
 
 def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
-    """Names of all evals, environments included, sorted. Imports none of them."""
+    """Returns the names of all evals, environments included, sorted. Imports none of them."""
     return sorted({*EVALS.names(environments_path), *ENVIRONMENTS.names(environments_path)})
 
 
 def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """The location of `name`, an eval or an environment. Raises `UserError` as `check_environment` does."""
+    """Returns the location of `name`, an eval or an environment. Raises `UserError` as `check_environment` does."""
     if EVALS.has(name, environments_path):
         return EVALS.check(name, environments_path)
     if ":" not in name and not ENVIRONMENTS.has(name, environments_path):
@@ -175,10 +174,10 @@ def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Sourc
 
 
 def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Eval:
-    """Makes an eval. Its dataset is loaded when it is first needed.
+    """Creates an eval. Its dataset is loaded on first use.
 
-    `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment, which keeps those that it
-    does not know as attributes. Misspelled ones raise `UserError`, as do unknown ones of an eval without environment.
+    `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment, which keeps unknown ones
+    as attributes. Misspelled arguments raise `UserError`, as do unknown arguments of an eval without an environment.
     """
     check_eval(name, environments_path)
     if ENVIRONMENTS.has(name, environments_path) and not EVALS.has(name, environments_path):
@@ -190,7 +189,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
 
 
 def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
-    """The eval as a specification of an environment, to be called with `for_eval=True`."""
+    """Returns the eval as a specification of an environment, to be called with `for_eval=True`."""
     return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.base:get_eval")
 
 
@@ -201,7 +200,7 @@ def _make_eval(
     environments_path: Sequence[str | Path],
     environment_name: str | None,
 ) -> Eval:
-    """An instance of `cls` with the environment that it wraps, if any."""
+    """Returns an instance of `cls` with the environment that it wraps, if any."""
     own_names = known_arguments(cls, Eval)
     own = own_names | {"system_prompt"}
     environment_type = None

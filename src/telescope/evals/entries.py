@@ -1,4 +1,4 @@
-"""The environments that a configuration names, with their keys in the pool, and checks of its evals against datasets.
+"""The environments in a configuration with their keys in the pool, and checks of its evals against datasets.
 
 Imports nothing heavy.
 """
@@ -15,7 +15,7 @@ from telescope.utils.text import did_you_mean, is_misspelled
 
 @dataclass(frozen=True)
 class EnvironmentKeys:
-    """Names of the environments in the pool. One key per training entry and one per eval entry."""
+    """The environments in the pool and their keys: one key per training entry and one per eval entry."""
 
     specs: list[EnvironmentSpec]
     training: list[str]
@@ -25,7 +25,7 @@ class EnvironmentKeys:
 def environment_keys(config: TelescopeConfig, *, with_training: bool = True) -> EnvironmentKeys:
     """Returns one environment per training entry. An eval of the same name with equal or no settings shares it.
 
-    Without training, only environments of evals are left.
+    Without training, only the environments of evals remain.
     """
     specs: list[EnvironmentSpec] = []
     for index, entry in enumerate(config.environments):
@@ -45,7 +45,7 @@ def environment_keys(config: TelescopeConfig, *, with_training: bool = True) -> 
 
 
 def num_eval_items(entry: EvalEntry, available: int) -> int:
-    """Returns the number of items of an eval. Raises ConfigError when there are fewer than `num_samples`."""
+    """Returns an eval's number of items. Raises ConfigError if there are fewer than `num_samples`."""
     if entry.num_samples > available:
         raise ConfigError(
             f"evals: num_samples of {entry.name!r} is {entry.num_samples}, and its dataset has {available} items. "
@@ -55,10 +55,10 @@ def num_eval_items(entry: EvalEntry, available: int) -> int:
 
 
 def check_eval_items(config: TelescopeConfig, keys: EnvironmentKeys, infos: Mapping[str, EnvironmentInfo]) -> list[str]:
-    """Checks the evals against the loaded environments, by their keys. Returns remarks.
+    """Checks the evals against the loaded environments, by their keys. Returns warnings.
 
-    Raises ConfigError for an eval with too few items, one that leaves none of an environment's to train on, or one
-    whose `pass_k` misspells a metric.
+    Raises ConfigError for an eval that has too few items, leaves no items of its environment to train on, or has a
+    misspelled metric in `pass_k`.
     """
     found = []
     for entry, key in zip(config.evals, keys.evals, strict=True):

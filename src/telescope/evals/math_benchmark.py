@@ -25,7 +25,7 @@ class MathBenchmark(Eval):
     }
     hub_dataset: ClassVar[str]
     hub_subsets: ClassVar[tuple[str | None, ...]] = (None,)
-    """Subsets of `hub_dataset` that make up the benchmark; another dataset is read whole."""
+    """Subsets of `hub_dataset` in the benchmark. Any other dataset is read whole."""
     hub_split: ClassVar[str]
     own_items: ClassVar[Path]
 
@@ -37,7 +37,7 @@ class MathBenchmark(Eval):
         dataset_split: str | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """Returns the problems as samples. Raises `UserError` if there is none."""
+        """Returns the problems as samples. Raises `UserError` if there are none."""
         name = dataset_name or self.hub_dataset
         if uses_own_items(self.name, dataset):
             samples = samples_of(json.loads(self.own_items.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""The names under which published evals look up others."""
+"""Import path through which published evals look up other evals."""
 
 from telescope.evals.base import get_eval, list_evals
 

@@ -1,7 +1,8 @@
 """Runs an eval: fixed items, sampled with the engines' current weights and scored by the environment.
 
-Samples take the same path as in training (`rollout.sample`): the same request slots, engines and environment workers.
-This module owns the choice of items and the averages, not when evals run or which weights the engines have.
+Samples take the same path as in training (`rollout.sample`), with the same request slots, engines and environment
+workers. This module owns the choice of items and the averages. It does not decide when evals run or which weights the
+engines have.
 
 Samples of an eval never reach the trainer: their group ids are negative, which training never uses.
 """
@@ -57,23 +58,23 @@ class PlannedEval:
     held_out: bool
     """Whether training never sees these items (`separate_eval_samples`)."""
     number: int = 0
-    """Index among the evals of the run, some of which may have the same name."""
+    """Index among the run's evals, because several may have the same name."""
     pass_k: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     """Id of a standalone evaluation, which makes ids unique in the run's record. Empty for the run's own evals."""
 
     @property
     def num_completions(self) -> int:
-        """Completions of each item."""
+        """Returns the number of completions per item."""
         return num_completions(self.pass_k)
 
     @property
     def num_samples(self) -> int:
-        """Completions of all items."""
+        """Returns the number of completions of all items."""
         return len(self.items) * self.num_completions
 
     def id_at(self, version: int) -> str:
-        """Returns this eval's id at a policy version, in the record."""
+        """Returns this eval's id in the record at a policy version."""
         return f"{self.session}{'-' if self.session else ''}eval{self.number}-{self.name}-v{version}"
 
 
@@ -82,8 +83,8 @@ class EvalResult:
     """Means over the items of one eval at one policy version. `metrics` includes `reward`.
 
     `num_scored` counts samples, of which each item has `num_completions`; the others failed and count as wrong.
-    `by_item` is the accuracy of each item by its identity, and `estimate` their mean with its confidence interval.
-    `gain` is the paired difference to the first result of the eval in this run. Both are None where not defined.
+    `by_item` is the accuracy of each item by its identity, and `estimate` is its mean with a confidence interval.
+    `gain` is the paired difference to the eval's first result in this run. Both are None if undefined.
     """
 
     name: str
@@ -102,22 +103,22 @@ class EvalResult:
 
     @property
     def metric(self) -> str:
-        """Name of the accuracy: `correct` if there is one, else `reward`."""
+        """Returns the name of the accuracy metric: `correct` if there is one, else `reward`."""
         return accuracy_metric(self.metrics)
 
     @property
     def accuracy(self) -> float:
-        """The main result: the mean of `metric` over the items."""
+        """Returns the main result: the mean of `metric` over the items."""
         return self.metrics.get(self.metric, float("nan"))
 
     @property
     def num_failed(self) -> int:
-        """Samples without a score."""
+        """Returns the number of samples without a score."""
         return self.num_items * self.num_completions - self.num_scored
 
     @property
     def failures(self) -> str:
-        """What stands beside the accuracy: ` (46 failed)`, or ` (46 samples failed)` of items with several, or ``."""
+        """Returns the note beside the accuracy: ` (46 failed)`, ` (46 samples failed)` if items have several, or ""."""
         samples = " samples" if self.num_completions > 1 else ""
         return f" ({self.num_failed}{samples} failed)" if self.num_failed else ""
 
@@ -127,8 +128,8 @@ async def plan_eval(
 ) -> PlannedEval:
     """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
 
-    An eval that silently shrinks measures something else. Raises EnvironmentFailure when an item cannot be rendered,
-    ConfigError when there are fewer than `num_samples`.
+    Raises EnvironmentFailure when an item cannot be rendered, ConfigError when there are fewer than `num_samples`: an
+    eval that silently shrinks measures something else.
     """
     info = await environments.describe(environment_key)
     num_items = num_eval_items(entry, info.num_samples)
@@ -160,10 +161,10 @@ async def run_eval(
 ) -> EvalResult:
     """Samples every item and averages the metrics.
 
-    An item is sampled as often as `pass_k` needs, else once. Samples that fail count as wrong. Requests have seeds of
-    `seed`, item and completion; `on_sample` is called as each sample ends. `finished` has scores of samples to keep, by
-    item and completion; `taken` are ids that no new sample may have. Raises EnvironmentFailure when nothing could be
-    scored.
+    An item is sampled as often as `pass_k` needs, else once. Failed samples count as wrong. A request's seed is made
+    from `seed`, item and completion; `on_sample` is called as each sample ends. `finished` has scores of samples to
+    keep, by item and completion; `taken` are ids that no new sample may have. Raises EnvironmentFailure when no sample
+    could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
@@ -193,7 +194,7 @@ async def run_eval(
     for (item, completion), trajectory in zip(missing, trajectories, strict=True):
         scores[item.index, completion] = scores_of(trajectory) or {}
     samples: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    """Metrics by the identity of the item: equal items are one."""
+    """Metrics by the identity of the item: equal items count as one."""
     for item, completion in every:
         samples[item.prompt.sample_uid].append(scores[item.index, completion])
     if not any(scores.values()):
@@ -219,7 +220,7 @@ async def run_eval(
 
 
 def scores_of(sample: Trajectory) -> dict[str, float] | None:
-    """Returns the metrics of a sample, its reward included. None if it has no score."""
+    """Returns a sample's metrics, including its reward. None if it has no score."""
     if (reward := sample.reward) is None:
         return None
     total = {} if reward.total_reward is None else {"reward": reward.total_reward}
@@ -233,15 +234,16 @@ Scores = dict[tuple[int, int], dict[str, float]]
 class SamplesFile:
     """Scores of finished samples on disk, to continue an interrupted evaluation.
 
-    A line of JSON per sample, written when it is scored; samples without a score are sampled again. Drops an incomplete
-    last line, which a kill leaves, and samples whose rows are not in the record: a kill loses the newest. `recorded`
-    has the ids of samples in each table that must have them. `model` is the identity of the current model.
+    Each sample is a line of JSON, written when it is scored; samples without a score are sampled again. Drops an
+    incomplete last line, which a kill leaves, and samples whose rows are missing in the record, because a kill loses
+    the newest rows. `recorded` has the ids of samples in each table that must have them. `model` is the identity of the
+    current model.
     """
 
     def __init__(self, path: Path, recorded: Sequence[frozenset[str]]) -> None:
         self.model = ""
         self.taken = frozenset[str]().union(*recorded)
-        """Ids of samples in the record, which no other sample may have."""
+        """Ids of samples in the record. No new sample may have them."""
         self._finished: dict[tuple[str, int], dict[tuple[int, int], tuple[str, dict[str, float]]]] = defaultdict(dict)
         end = 0
         if path.is_file():
@@ -250,7 +252,7 @@ class SamplesFile:
                     break
                 end += len(line)
                 row = json.loads(line)
-                if "sample_id" not in row or all(row["sample_id"] in ids for ids in recorded):  # not in old files
+                if "sample_id" not in row or all(row["sample_id"] in ids for ids in recorded):  # old files lack it
                     key = row["item"], row["completion"]
                     self._finished[row["model"], row["eval"]][key] = row["uid"], row["scores"]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +266,7 @@ class SamplesFile:
         self._file.close()
 
     def finished(self, plan: PlannedEval) -> Scores:
-        """Returns the samples of the current model that are done. An item that has changed is not."""
+        """Returns the finished samples of the current model, without items that have changed."""
         uids = {item.index: item.prompt.sample_uid for item in plan.items}
         return {
             key: scores
@@ -273,12 +275,12 @@ class SamplesFile:
         }
 
     def has_all(self, model: str, plans: Sequence[PlannedEval]) -> bool:
-        """Returns whether every sample of a model is done."""
+        """Sets the current model. Returns whether all of its samples are finished."""
         self.model = model
         return all(len(self.finished(plan)) == plan.num_samples for plan in plans)
 
     def add(self, plan: PlannedEval, item: EvalItem, sample: Trajectory, scores: Mapping[str, float]) -> None:
-        """Keeps a scored sample."""
+        """Stores a scored sample."""
         uid = item.prompt.sample_uid
         self._finished[self.model, plan.number][item.index, sample.sample_index] = uid, dict(scores)
         row: dict[str, Any] = {

@@ -26,7 +26,7 @@ CHUNK_VALUES = 2**20
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over items and the ends of its confidence interval."""
+    """A mean over items, and the ends of its confidence interval."""
 
     mean: float
     low: float
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that at least one of `k` samples is correct.
+    """Returns the unbiased probability that at least one of `k` samples is correct.
 
     It is 1 - C(n - c, k) / C(n, k). Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. The binomials are exact
     integers, so the result is rounded once. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -46,7 +46,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that all of `k` samples are correct.
+    """Returns the unbiased probability that all of `k` samples are correct.
 
     It is pass^k: C(c, k) / C(n, k). Yao et al. 2024 (https://arxiv.org/abs/2406.12045), section 4. Raises ValueError as
     `pass_at_k` does.
@@ -56,23 +56,23 @@ def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def num_completions(pass_k: Mapping[str, Any]) -> int:
-    """Completions per item that `pass_k` needs: the largest k, or 1."""
+    """Returns the completions per item that `pass_k` needs: the largest k, or 1."""
     return max((k for spec in pass_k.values() for k in spec["k"]), default=1)
 
 
 def accuracy_metric(metrics: Collection[str]) -> str:
-    """Returns the metric that is the accuracy: `correct` if there is one, else `reward`."""
+    """Returns the name of the accuracy metric: `correct` if there is one, else `reward`."""
     return "correct" if "correct" in metrics else "reward"
 
 
 def count_failed_as_wrong(
     items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]
 ) -> list[list[Mapping[str, float]]]:
-    """Returns the metrics of every completion with a value for each score that it lacks.
+    """Returns the metrics of every completion, with the worst value for each missing score.
 
-    A completion that failed has no metrics: an empty mapping. Scores are `correct`, `reward` and what `pass_k` names.
-    One that is missing is 0, or the lowest of all completions if that is below 0: no failure raises a mean. Other
-    metrics (lengths, times) are means over the completions that have them.
+    A failed completion has no metrics: an empty mapping. Scores are `correct`, `reward` and the metrics in `pass_k`. A
+    missing score becomes 0, or the lowest of all completions if that is below 0, so that no failure raises a mean.
+    Other metrics (lengths, times) stay missing: their means are over the completions that have them.
     """
     every = [metrics for completions in items for metrics in completions]
     scores = {"correct", "reward", *(name for spec in pass_k.values() for name in spec["metrics"])}
@@ -82,10 +82,10 @@ def count_failed_as_wrong(
 
 
 def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]) -> dict[str, float]:
-    """Means over items of each metric and of `pass_k`.
+    """Returns the means over items of each metric and of `pass_k`.
 
     Keys of the latter are `pass@8/correct` and `pass^8/correct`. `items` has the metrics of each completion of each
-    item, see `count_failed_as_wrong`. An item with fewer than k of them is left out of pass@k. Raises
+    item, see `count_failed_as_wrong`. An item with fewer than k completions is left out of pass@k and pass^k. Raises
     EnvironmentFailure when no completion has a metric that `pass_k` names.
     """
     columns: dict[str, list[list[float]]] = defaultdict(list)
@@ -110,7 +110,7 @@ def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: M
 
 
 def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:
-    """Mean of one value per item, with its percentile bootstrap interval.
+    """Returns the mean of one value per item, with its percentile bootstrap interval.
 
     The same values and seed give the same interval. Raises ValueError without values, for a value that is not finite,
     and for a confidence outside (0, 1).
@@ -134,10 +134,9 @@ def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, se
 
 
 def estimate_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate:
-    """Mean of `values` minus `baseline`, with its paired bootstrap interval.
+    """Returns the mean of `values` minus `baseline`, with its paired bootstrap interval.
 
-    Items count that both have. Keys are item identities (`sample_uid`). Items of one side are left out. Raises
-    ValueError when no item is shared.
+    Keys are item identities (`sample_uid`). Only items that both sides have count. Raises ValueError if there are none.
     """
     shared = sorted(values.keys() & baseline.keys())
     if not shared:

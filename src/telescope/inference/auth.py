@@ -24,7 +24,7 @@ REFUSAL = b'{"error":{"message":"this inference server requires the secret of it
 
 
 class RunSecretMiddleware:
-    """ASGI middleware that requires the run's secret. It answers 401, or closes the websocket.
+    """ASGI middleware that requires the run's secret. It responds with 401, or closes the websocket.
 
     Raises `RuntimeError` at construction when the environment has no secret.
     """
@@ -52,7 +52,7 @@ class RunSecretMiddleware:
 
 
 async def answer_json(status: int, body: bytes, send: Send) -> None:
-    """Answers a request with this JSON."""
+    """Responds to a request with this JSON."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

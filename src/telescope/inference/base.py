@@ -1,9 +1,9 @@
-"""What the rest of Telescope knows of an inference engine: requests, generations, and the protocol of a server.
+"""The interface of an inference engine to the rest of Telescope: requests, generations, and a server's protocol.
 
 An engine is a server process, which `server` supervises, and its client. `client.EngineClient` implements both for vLLM
-with what is in `vllm`; nothing outside `inference` imports that package, except what checks the installation. Another
-engine implements `EngineBackend` and is chosen in `backend_of`. Its process answers `HEALTH_ROUTE` with 200 while it
-can sample and `METRICS_ROUTE` with Prometheus text, only to requests with the run's secret as a bearer token.
+with the package `vllm`; nothing outside `inference` imports that package, except checks of the installation. Another
+engine implements `EngineBackend` and is chosen in `backend_of`. Its process responds to `HEALTH_ROUTE` with 200 while
+it can sample and to `METRICS_ROUTE` with Prometheus text, only for requests with the run's secret as a bearer token.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class GenerateRequest:
     top_p: float | None = None
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the answer, besides those that the engine reads from the model's files."""
+    """Token ids that end the completion, in addition to those in the model's files."""
     stop: Sequence[str] = ()
-    """Texts that end the answer. Its ids include them."""
+    """Texts that end the completion. Its ids include them."""
     priority: int = 0
     """Lower values are served first."""
     ignore_eos: bool = False
@@ -45,7 +45,7 @@ class GenerateRequest:
     routes_start: int = 0
     """First prompt token whose routes are returned, if the server returns any (`router_replay`)."""
     payload: Any = None
-    """What belongs to the prompt besides its ids, such as images. Only an engine looks at it; vLLM's does not yet."""
+    """Further data of the prompt, such as images. Only an engine reads it; vLLM's does not yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +62,7 @@ class RequestId:
 
 
 def parse_request_id(text: str) -> RequestId | None:
-    """Inverse of `str(RequestId(...))`. Returns None for an id of another form, such as that of a probe."""
+    """Parses `str(RequestId(...))`. Returns None for an id of another form, such as a probe's."""
     name, _, slot = text.rpartition("@")
     parts = name.rsplit(".", 2)
     if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], slot)):
@@ -89,7 +89,7 @@ class Generation:
 
     @property
     def version_N(self) -> np.ndarray:
-        """Policy version of each sampled token, int32 [N]."""
+        """Returns the policy version of each sampled token, int32 [N]."""
         versions = np.empty(len(self.token_ids_N), dtype=np.int32)
         for version, start, end in self.version_spans:
             versions[start:end] = version
@@ -97,11 +97,11 @@ class Generation:
 
 
 class Engine(Protocol):
-    """One inference server as a rollout uses it."""
+    """A rollout's view of one inference server."""
 
     @property
     def loaded_version(self) -> int:
-        """Newest policy version known to be loaded. A request sent now is sampled with this or a newer version."""
+        """Returns the newest policy version known to be loaded. Requests sent now get it or a newer one."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Samples one turn. Raises `InfrastructureError` when the server fails, exits or exceeds the deadline."""
@@ -113,9 +113,9 @@ class Engine(Protocol):
 class EngineBackend(Engine, Protocol):
     """One inference server. Every call raises `InfrastructureError` when the server fails or exceeds the deadline.
 
-    An update in place is `pause`, `start_update`, `update_weights`, `finish_update`, `resume`. One in the background is
-    `begin_background`, then `start_update`, `update_weights`, `pause`, `finish_update`, `resume`. After a failure the
-    server samples nothing until a whole update.
+    An update in place is `pause`, `start_update`, `update_weights`, `finish_update`, `resume`. An update in the
+    background is `begin_background`, then `start_update`, `update_weights`, `pause`, `finish_update`, `resume`. After a
+    failure the server samples nothing until an update succeeds.
     """
 
     name: ClassVar[str]
@@ -123,7 +123,7 @@ class EngineBackend(Engine, Protocol):
     server_index: int
     loaded_version: int
     initial_version: int
-    """Version of the weights with which the server starts."""
+    """Version of the weights that the server starts with."""
 
     @staticmethod
     def launch(
@@ -131,8 +131,8 @@ class EngineBackend(Engine, Protocol):
     ) -> LaunchCommand:
         """Returns the command of a server with the folder or hub id `model`. `directory` is for small files.
 
-        `earlier_log` is the log of its first process, None for that itself: a restarted server must not sample before
-        an update. Raises `UserError` when the installed engine cannot serve `config`.
+        `earlier_log` is the log of the server's first process, None for the first process itself: a restarted server
+        must not sample before an update. Raises `UserError` when the installed engine cannot serve `config`.
         """
 
     @staticmethod
@@ -141,24 +141,24 @@ class EngineBackend(Engine, Protocol):
 
     @staticmethod
     def progress(log: Sequence[str], last: str = ...) -> str:
-        """Returns the stage of a starting server by the end of its log, or `last` if that does not tell."""
+        """Returns the stage of a starting server from the end of its log, or `last` if the log does not show it."""
 
     @staticmethod
     def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
-        """Returns the message of a failed start, with the likely fix. `ended`: the process exited."""
+        """Returns the message for a failed start, with the likely fix. `ended`: the process exited."""
 
     @classmethod
     def connect(cls, config: TelescopeConfig, url: str, secret: str, index: int) -> EngineBackend:
         """Returns the client of a running server. It opens no connection before the first call."""
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Returns whether the server answers and can sample. Raises nothing if it does not."""
+        """Returns whether the server responds and can sample. Raises nothing if it does not."""
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Returns the L - 1 logprobs of a text at temperature 1. All NaN when the weights give no finite numbers."""
 
     async def pause(self, *, drop_caches: bool = False) -> None:
-        """Stops sampling. Running requests freeze and continue after `resume`, without their caches if asked."""
+        """Stops sampling. Running requests freeze and continue after `resume`, without caches if `drop_caches`."""
 
     async def resume(self) -> None: ...
 
@@ -174,18 +174,19 @@ class EngineBackend(Engine, Protocol):
     async def start_update(self) -> None: ...
 
     async def update_weights(self, update: UpdateInfo) -> None:
-        """Receives weights. Returns when all workers have loaded them, or have all of a background update."""
+        """Receives weights. Returns when all workers have loaded them, or have received a whole background update."""
 
     async def finish_update(self, version: int) -> None:
         """Ends the update. Tokens of later steps have policy `version`, and use no cache of earlier weights."""
 
     async def load_adapter(self, folder: Path) -> None:
-        """Loads a LoRA adapter in place of the one before. Running requests use it too. Call it inside a pause."""
+        """Loads a LoRA adapter, replacing the previous one. Running requests use it too. Call it inside a pause."""
 
     async def fingerprints(self, initial: UpdateInfo | None = None) -> list[dict[str, Any]]:
-        """Returns each worker's fingerprints of the tensors of its last update: input of `weights.probe.compare`.
+        """Returns each worker's fingerprints of the tensors of its last update, for `weights.probe.compare`.
 
-        `initial` is the update that would send the weights that the engine has loaded by itself, before any update.
+        `initial` describes the weights that the engine has loaded by itself, as an update, in case there was no update
+        yet.
         """
 
     async def close(self) -> None:
@@ -202,7 +203,7 @@ class TraceTarget:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where server `index` listens, the run's secret, and where its request traces go."""
+    """The address and secret of server `index`, and the destination of its request traces."""
 
     index: int
     host: str
@@ -213,7 +214,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """Arguments of a process, and what is added to its environment."""
+    """Arguments of a process, and additions to its environment."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -227,7 +228,7 @@ def backend_of(config: TelescopeConfig) -> type[EngineBackend]:
 
 
 def error_message(body: bytes) -> str:
-    """Returns the readable part of a server's error answer."""
+    """Returns the readable part of a server's error response."""
     try:
         decoded = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
-"""A conversation with a served model: history, streamed answers, sampling settings.
+"""A conversation with a served model: history, streamed completions, sampling settings.
 
-Uses the server's OpenAI-compatible route, so the chat template and the parsers are those that the server was started
-with. Does not own the server.
+Uses the server's OpenAI-compatible route, and so the chat template and parsers that the server was started with. Does
+not own the server.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ CONNECT_SECONDS = 10.0
 
 @dataclass
 class ChatSettings:
-    """Sampling settings of the answers. `max_tokens` None: as many as the context leaves."""
+    """Sampling settings. With `max_tokens` None only the context limits a completion."""
 
     temperature: float
     top_p: float
     max_tokens: int | None = None
     stops: dict[str, Any] = field(default_factory=dict)
-    """Parameters of a request that say what ends an answer."""
+    """Request parameters that define what ends a completion."""
 
 
 @dataclass
@@ -37,14 +37,14 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     finish_reason: str | None = None
-    """Why the last answer ended: `stop`, or `length` where `max_tokens` or the context did."""
+    """Why the last completion ended: `stop`, or `length` if `max_tokens` or the context ended it."""
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields the answer piece by piece, thinking included. Adds question and answer to the history when it ends.
+        """Yields the completion piece by piece, thinking included. Then adds question and completion to the history.
 
         If the caller stops early, the server aborts the request and the history keeps what was received. Raises
         `UserError`, with the history unchanged, for a request that the server refuses (a conversation longer than the
-        context), and `InfrastructureError` if the server does not answer.
+        context), and `InfrastructureError` if the server does not respond.
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -66,7 +66,7 @@ class Conversation:
             raise InfrastructureError(f"the server does not answer: {error}") from error
 
     def reset(self) -> None:
-        """Begins a new conversation; `system` stays."""
+        """Begins a new conversation. Keeps `system`."""
         self.messages.clear()
 
     def _request(self, messages: list[dict[str, str]]) -> openai.Stream[ChatCompletionChunk]:
@@ -84,7 +84,7 @@ class Conversation:
         return stream
 
     def _piece(self, chunk: ChatCompletionChunk) -> str:
-        """Returns the text of one event. A reasoning parser puts the thinking into a field of its own."""
+        """Returns the text of one event. A reasoning parser puts the thinking into a separate field."""
         if not chunk.choices:
             return ""
         choice = chunk.choices[0]
@@ -96,6 +96,6 @@ class Conversation:
 
 def connect(url: str, secret: str) -> openai.OpenAI:
     """Returns a client for a server at `url`."""
-    # No deadline for generation: an answer may take hours on a CPU.
+    # No deadline for generation: a completion may take hours on a CPU.
     timeout = openai.Timeout(None, connect=CONNECT_SECONDS)
     return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, timeout=timeout, max_retries=0)

@@ -1,11 +1,11 @@
-"""vLLM as the rest of Telescope uses it: the client of one server, and how servers are started.
+"""Telescope's view of vLLM: the client of one server, and how servers are started.
 
 Owns deadlines and the classification of failures. Does not own request slots, retries or versions. Formats are in
 `adapter`, the transport is aiohttp.
 
 Invariants:
-- A server that is gone, exiting, answering 5xx or past its deadline is an `InfrastructureError`.
-- A 4xx answer is a bug of ours (`EngineRequestError`, with the server's message): retrying would hide it.
+- A server that is gone, exiting, responding with 5xx or past its deadline is an `InfrastructureError`.
+- A 4xx response is a bug of ours (`EngineRequestError`, with the server's message): retrying would hide it.
 - After `abort(ids)` returns, `generate` of each id ends within `abort_grace` seconds with finish reason `abort`. If the
   server does not end it, closing the connection does, which aborts it in the engine too.
 """
@@ -50,7 +50,7 @@ ABORT_GRACE_SECONDS = 5.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 30.0
 MAX_HEADER_BYTES = 2**17
-"""A request that lived through many weight syncs has many version spans in a header."""
+"""A request that ran during many weight syncs has many version spans in a header."""
 
 
 class EngineRequestError(RuntimeError):
@@ -63,7 +63,7 @@ class EngineClient:
 
     `secret` is sent with every request. `with_priority`: the server runs the `priority` policy. `initial_version` is
     the policy version of the weights that the server starts with. `num_workers` is the server's tensor-parallel size.
-    All times in seconds.
+    All times are in seconds.
     """
 
     base_url: str
@@ -228,11 +228,11 @@ class EngineClient:
         try:
             await self._control("POST", wire.LOAD_ADAPTER_ROUTE, body, within=self.update_timeout)
         except EngineRequestError as error:
-            # The server does not see the folder, or vLLM cannot load the adapter.
+            # The server cannot see the folder, or vLLM cannot load the adapter.
             raise InfrastructureError(str(error)) from error
 
     async def call_worker(self, method: str, args: list[str] | None = None) -> list[Any]:
-        """Runs a method of the worker extension on every worker. One result per worker.
+        """Runs a method of the worker extension on every worker. Returns one result per worker.
 
         vLLM passes dicts and lists through and turns every other result into a string.
         """
@@ -241,7 +241,7 @@ class EngineClient:
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
     async def _update(self, route: str, body: dict[str, Any] | None = None) -> None:
-        """Calls a route of an update. Raises `InfrastructureError` for a failure in one of several workers too."""
+        """Calls a route of an update. Also raises `InfrastructureError` if only some of the workers fail."""
         await self._control("POST", route, body, within=self.update_timeout)
         if self.num_workers == 1:
             return
@@ -253,7 +253,7 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Returns whether server and engine process both answer in `within` seconds. Raises nothing if they do not."""
+        """Returns whether server and engine process respond within `within` seconds. Raises nothing if they do not."""
         try:
             await self._control("GET", HEALTH_ROUTE, within=within)
             await self._control("GET", wire.IS_PAUSED_ROUTE, within=within)
@@ -292,7 +292,7 @@ class EngineClient:
         data = msgspec.json.encode(body) if isinstance(body, dict) else body
         seconds = within or CONTROL_TIMEOUT_SECONDS
         try:
-            # A connection of its own: the server closes connections after some errors, and a sync must not fail on one
+            # A new connection: the server closes connections after some errors, and a sync must not fail on one
             # that is closing. Generation keeps its connections.
             async with asyncio.timeout(seconds), self._session(force_close=True) as session:
                 return (await self._exchange(session, method, route, data, f"{method} {route}"))[1]
@@ -302,7 +302,7 @@ class EngineClient:
     async def _exchange(
         self, session: aiohttp.ClientSession, method: str, route: str, data: bytes | None, what: str
     ) -> tuple[Mapping[str, str], bytes]:
-        """Returns headers and body of a successful answer; raises for an error answer."""
+        """Returns headers and body of a successful response. Raises for an error response."""
         try:
             if self._closed:
                 raise ConnectionError("the client is closed")

@@ -39,7 +39,7 @@ def metrics_reader(fetch: Callable[[], str | None]) -> Callable[[], list[Reading
 
 
 def parse(text: str, now: float, *, with_buckets: bool = True) -> list[Reading]:
-    """Parses one answer of the metrics route. Raises `ValueError` for other text."""
+    """Parses one response of the metrics route. Raises `ValueError` for other text."""
     from prometheus_client.parser import text_string_to_metric_families
 
     # Parsing is the expensive part, so other families and unwanted buckets are removed first.

@@ -64,7 +64,7 @@ def why_not_available() -> str | None:
 
 @contextmanager
 def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], None]) -> Iterator[TraceTarget | None]:
-    """Receives traces of requests while open. None if tracing is not available here."""
+    """Receives request traces inside the block. Yields None if tracing is not available here."""
     missing = why_not_available()
     if missing is not None:
         logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
@@ -99,7 +99,7 @@ class TraceReceiver:
 
     @property
     def target(self) -> TraceTarget:
-        """Destination for the servers' traces."""
+        """Returns the destination for the servers' traces."""
         host, port = self._server.server_address[:2]
         return TraceTarget(f"http://{host!s}:{port}{ROUTE}", self._secret)
 
@@ -112,7 +112,7 @@ class TraceReceiver:
         self._server.server_close()
 
     def receive(self, body: bytes) -> None:
-        """Writes the spans of one message. An unreadable message is a warning."""
+        """Writes the spans of one message. Logs a warning for an unreadable message."""
         try:
             for row in read_traces(body):
                 self._write(row)
@@ -150,7 +150,7 @@ class TraceReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing per message."""
+                """Logs nothing."""
 
         return Handler
 
@@ -172,7 +172,7 @@ def request_rows(arrived_at: float, values: dict[str, Any], server: int) -> Iter
     """Yields consecutive `queue`, `prefill` and `decode` spans of one request.
 
     The attribute `first_token_seconds` of `prefill` is vLLM's time to first token, from the arrival of the request.
-    vLLM's queue time is the scheduler's alone. Here `queue` is all the time before the engine began to work on the
+    vLLM's queue time is only the scheduler's. Here `queue` is all the time before the engine began to work on the
     request, and vLLM's number is an attribute.
     """
     request_id = str(values.get("gen_ai.request.id", "")).removeprefix(REQUEST_ID_PREFIX)

@@ -1,12 +1,12 @@
 """Supervises one inference server: start, health checks, restart, stop.
 
 Owns an engine process and everything it starts. Synchronous, with one supervising thread, so that a Ray actor, a test
-or a script can use it. Does not own weights: a restarted server has those of the start of the run, and refuses to
+or a script can use it. Does not own weights: a restarted server has the weights of the run's start, and refuses to
 sample until it receives the current ones.
 
-States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that exits, closes its
-port, answers its health route with an error (its engine has exited, or hangs: `engine_health`) or not at all for
-`unhealthy_seconds` is killed with its group and restarted after a growing pause. After `max_restarts` within
+States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process is killed with its group
+and restarted after a growing pause if it exits, closes its port, responds to its health route with an error (its engine
+has exited, or hangs: `engine_health`), or does not respond for `unhealthy_seconds`. After `max_restarts` within
 `restart_window_seconds` the server is `failed` and stays so.
 """
 
@@ -27,7 +27,7 @@ from telescope.utils.process import describe_exit
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
 NOT_LISTENING = 0
-"""Instead of a status: the connection was refused, so the process has closed its port."""
+"""Used instead of a status when the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
 LOG_LINES = 2000
@@ -40,7 +40,7 @@ class EngineStartError(InfrastructureError, RunError):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server that answers."""
+    """A server that responds."""
 
     url: str
     pid: int
@@ -49,7 +49,7 @@ class ServerInfo:
 
 @dataclass(slots=True)
 class ServerStatus:
-    """State of a server. `restarts` counts processes after the first; each loses the weights."""
+    """The state of a server. `restarts` counts processes after the first; each one loses the weights."""
 
     state: str
     restarts: int = 0
@@ -57,7 +57,7 @@ class ServerStatus:
     last_log_lines: list[str] = field(default_factory=list)
     error: str | None = None
     start_seconds: float | None = None
-    """Seconds from the newest process's launch to its first answer; None before that."""
+    """Seconds from the newest process's launch to its first response; None before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,9 @@ class SupervisionLimits:
 class InferenceServer:
     """Supervises the engine process at `address`.
 
-    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `node_address` is this
-    machine's address for others, when the server listens on all interfaces. `backend` replaces the config's (tests).
+    `model` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `node_address` is the
+    address at which others reach this machine, if the server listens on all interfaces. `backend` replaces the config's
+    (tests).
     """
 
     config: TelescopeConfig
@@ -112,12 +113,12 @@ class InferenceServer:
 
     @property
     def url(self) -> str:
-        """URL of this server for processes on this and other machines."""
+        """Returns this server's URL for processes on this and other machines."""
         host = advertised_host(self.address.host, self.node_address)
         return f"http://[{host}]:{self.address.port}" if ":" in host else f"http://{host}:{self.address.port}"
 
     def start(self) -> ServerInfo:
-        """Starts the process and waits until it answers. A thread supervises it afterwards.
+        """Starts the process and waits until it responds. A thread supervises it afterwards.
 
         Raises `ConfigError` when the port is in use, `UserError` for an unsupported engine, `EngineStartError` when the
         process exits or is not ready within the start timeout.
@@ -151,7 +152,7 @@ class InferenceServer:
         return ServerInfo(self.url, self._process.pid, self.config.hash)
 
     def status(self) -> ServerStatus:
-        """Returns a snapshot; callable from any thread at any time."""
+        """Returns a snapshot. Callable from any thread at any time."""
         process = self._process
         return ServerStatus(
             state=self._state,
@@ -165,7 +166,7 @@ class InferenceServer:
     def metrics_text(self) -> str | None:
         """Returns metrics as Prometheus text, or None before the server is ready. Callable from any thread.
 
-        Raises `OSError` or `HTTPException` when a ready server does not answer.
+        Raises `OSError` or `HTTPException` when a ready server does not respond.
         """
         if self._state != "ready":
             return None
@@ -177,7 +178,7 @@ class InferenceServer:
     def stop(self) -> None:
         """Ends the process and everything it started. Safe to call twice, and during a start or restart."""
         self._stopping.set()
-        with self._lock:  # a start in progress notices the event and lets go
+        with self._lock:  # a start in progress notices the event and releases the lock
             if self._process is not None:
                 self._process.terminate(self._limits.stop_grace)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -254,7 +255,7 @@ class InferenceServer:
             last_answer = next_check = time.monotonic()
 
     def _restart(self, process: EngineProcess, what: str) -> bool:
-        """Kills what is left and restarts until it works. False: given up, or asked to stop."""
+        """Kills what is left and restarts until it works. Returns False after giving up or when asked to stop."""
         if self._stopping.is_set():
             return False
         self._error = what
@@ -286,9 +287,10 @@ class InferenceServer:
             return True
 
     def _health(self, timeout: float) -> tuple[int | None, str]:
-        """Returns the status of the health route and its error message. `NOT_LISTENING`, or None without an answer.
+        """Returns the health route's status and error message.
 
-        vLLM answers 503 when its engine has exited, `engine_health` when it does not respond.
+        The status is `NOT_LISTENING` for a closed port, and None without a response. vLLM responds with 503 when its
+        engine has exited, `engine_health` when the engine hangs.
         """
         try:
             status, body = self._get(HEALTH_ROUTE, timeout)
@@ -299,7 +301,7 @@ class InferenceServer:
         return status, "" if status == 200 else error_message(body)
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
-        """Returns status and body of a route. Raises `OSError` or `HTTPException` without an answer."""
+        """Returns status and body of a route. Raises `OSError` or `HTTPException` without a response."""
         host = LOOPBACK if self.address.host in WILDCARD_HOSTS else self.address.host
         connection = http.client.HTTPConnection(host, self.address.port, timeout=timeout)
         try:
@@ -313,7 +315,8 @@ class InferenceServer:
 def advertised_host(host: str, node_address: str | None = None) -> str:
     """Returns the address at which other machines reach the server.
 
-    For all interfaces that is the node's address. If unknown or loopback, it is the address of the outward interface.
+    If it listens on all interfaces, that is the node's address. If that is unknown or loopback, it is the address of
+    the outward interface.
     """
     if host not in WILDCARD_HOSTS:
         return host

@@ -1,4 +1,4 @@
-"""Parses an answer of the policy for an agent: text, reasoning and tool calls, in the forms of released models."""
+"""Parses a completion for an agent into text, reasoning and tool calls, in the formats of released models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, 
 from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
 
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>")
-"""What a whole call ends with."""
+"""Endings of a complete call."""
 _AROUND_CALLS = re.compile(r"</?tool_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```|```\s*(?=<\uff5ctool)|\[[\s,;]*\]")
-"""Markup around calls that is left when they are taken out."""
+"""Markup around calls that remains after they are removed."""
 _CONTROL = re.compile(
     r"<\|start\|>\w*|<\|channel\|>\s*\w+|<\|turn>\w*|<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|<\|\w{1,40}>|<\w{1,40}\|>"
 )
-"""Tokens that structure a conversation, with the names behind them."""
+"""Tokens that structure a conversation, with the names that follow them."""
 
 
 class ParsedAnswer(NamedTuple):
-    """An answer without special tokens. Calls have a name; one with an `error` has unreadable arguments."""
+    """A parsed completion without special tokens. A call with an `error` has unreadable arguments."""
 
     text: str
     reasoning: str
@@ -28,10 +28,11 @@ class ParsedAnswer(NamedTuple):
 
 
 def parse_answer(text: str, *, opened: str, tools: Sequence[Mapping[str, Any]], is_cut: bool) -> ParsedAnswer:
-    """Parses what was sampled, decoded without its end token.
+    """Parses a decoded completion without its end token.
 
-    `opened` is the tag with which the prompt ends (`parsers.opening_tag`). `tools` are OpenAI schemas; without any,
-    nothing is a call. Of an answer that `is_cut`, a call at the end counts only if it is whole. Never raises.
+    `opened` is the tag at the end of the prompt (`parsers.opening_tag`). `tools` are OpenAI schemas; without any,
+    nothing is read as a call. If the completion `is_cut`, a call at its end counts only if it is complete. Never
+    raises.
     """
     answer = answer_text(text, opened)
     if isinstance(answer, UnfinishedReasoning):
@@ -60,7 +61,7 @@ def _parameters(tool: Mapping[str, Any]) -> tuple[str, Parameters]:
 
 
 def _types(schema: Any) -> Iterator[str]:
-    """Yields the JSON types that a schema allows at its top."""
+    """Yields the JSON types that a schema allows at its top level."""
     if isinstance(schema, Mapping):
         own = schema.get("type") or ()
         yield from [own] if isinstance(own, str) else own

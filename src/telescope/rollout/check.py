@@ -1,7 +1,7 @@
-"""Checks an environment: runs its items through rollout, tokenizer, joins and grader, with scripted answers.
+"""Checks an environment: runs its items through rollout, tokenizer, joins and grader with scripted answers.
 
 The reference solution must earn the full reward, and no cheat may earn any (`Environment.solution`, `cheats`). An
-environment that knows no solution is tried with the sample's answer in the forms that rewards usually read.
+environment without a known solution is tried with the sample's answer in the forms that rewards usually read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from telescope.rollout.trajectory import Trajectory
 
 REFERENCE, CANNED, MODEL = "reference solution", "canned answer", "the model"
 FORMS = ("<answer>{}</answer>", "\\boxed{{}}", "{}")
-"""Forms of an answer, the last of which is the gold alone."""
+"""Forms of an answer. The last is only the gold."""
 CANNED_ANSWER = "I do not know."
 MAX_CALLS = 200
-"""Calls of one rollout. One that asks for more never ends."""
+"""Most calls of one rollout. A rollout that asks for more would never end."""
 MAX_CONTEXT, MAX_TOKENS = 65_536, 32_768
 
 
 @dataclass(slots=True)
 class ScriptedEngine:
-    """An engine that answers with texts, of which the last is repeated, or asks a `server` of vLLM."""
+    """Returns scripted texts, repeating the last one, or asks a vLLM `server`."""
 
     renderer: Renderer
     answers: Sequence[str] = ()
@@ -44,7 +44,7 @@ class ScriptedEngine:
     num_calls: int = 0
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Returns the next answer. Raises `InfrastructureError` after `MAX_CALLS`."""
+        """Returns the next completion. Raises `InfrastructureError` after `MAX_CALLS`."""
         if self.num_calls == MAX_CALLS:
             raise InfrastructureError(f"it asked for more than {MAX_CALLS} answers")
         self.num_calls += 1
@@ -61,12 +61,12 @@ class ScriptedEngine:
         return Generation(np.array(ids, np.int64), np.zeros(len(ids), np.float32), "stop" if ended else "length", spans)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Does nothing: an answer takes no time."""
+        """Does nothing, because completions take no time."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What answers to one item earned. `name` says which: the reference solution, a cheat, or others."""
+    """The result of the answers to one item. `name` is the reference solution, a cheat or another source."""
 
     item: int
     name: str
@@ -77,13 +77,13 @@ class Trial:
 
     @property
     def reward(self) -> float | None:
-        """The reward. None for a failed rollout."""
+        """Returns the reward. None for a failed rollout."""
         record = self.trajectory.reward
         return None if record is None else record.total_reward
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the reward, and the fix. None if it is right."""
+        """Returns what is wrong with the reward, and the fix. None if it is right."""
         reward, kind = self.reward, self.trajectory.failure_kind
         if reward is None:
             is_fine = kind == "infrastructure" and self.name not in (REFERENCE, CANNED, MODEL)  # masked, not rewarded
@@ -118,7 +118,7 @@ class Checks:
     ) -> None:
         """Loads the environment and its dataset. Raises `UserError` as a run does.
 
-        `form` is that of the reference solution, with `{}` for the sample's answer.
+        `form` is the form of the reference solution, with `{}` for the sample's answer.
         """
         self._forms = FORMS if form is None else (form,)
         self._renderer, self._server = renderer, server
@@ -133,7 +133,7 @@ class Checks:
         self._environments = LoadedEnvironments(self._runner, timeout_seconds=self._timeout_seconds)
         try:
             await self._environments.start()
-            # First and one by one, because a grader may have a deadline.
+            # References run first, one at a time, because a grader may have a deadline.
             references = [await self._reference(item) for item in items]
             others = await asyncio.gather(*map(self._others, items, references))
             return [trial for trials in (*references, *others) for trial in trials]
@@ -141,7 +141,7 @@ class Checks:
             await self._environments.close()
 
     async def _reference(self, item: int) -> list[Trial]:
-        """Returns the trial of the solution, or of the first form that is right. Empty if there is no answer."""
+        """Returns the trial of the reference solution, or of the first form that is right. Empty without an answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
         forms = [[form.replace("{}", sample.answer)] for form in self._forms] if sample.answer else []

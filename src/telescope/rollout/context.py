@@ -1,8 +1,8 @@
-"""A rollout that a user writes: the services of `environments.context` over request slots, engines and sandboxes.
+"""Runs a rollout that a user wrote: implements `environments.context` with request slots, engines and sandboxes.
 
-`AgentRollout` owns one such rollout from its first call to its score. Its calls may come from the environment's code or
-over HTTP (`endpoint`), several at a time. A failure of an engine is remembered: whatever the agent makes of the error,
-the rollout begins again, and is never scored as if the policy had failed.
+`AgentRollout` owns one such rollout from its first call to its score. Calls come from the environment's code or over
+HTTP (`endpoint`), several at a time. An engine failure is remembered: even if the agent swallows the error, the rollout
+begins again and is never scored as a failure of the policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from telescope.rollout.sample import Rollout
 from telescope.sandbox.session import Sandbox
 
 KNOWN_SAMPLING = ("max_tokens", "stop")
-"""Sampling parameters that a call may set. Others are those of the run: the trainer computes logprobs with them."""
+"""Sampling parameters that a call may set. The run sets all others, because the trainer computes logprobs with them."""
 JUDGE = "judge"
 """Name of the conversations in which the policy judges."""
 
@@ -50,7 +50,7 @@ class AgentRollout:
         endpoint: Endpoint,
         turns: Callable[[], Awaitable[RewardRecord]],
     ) -> None:
-        """`turns` is the turn loop."""
+        """Prepares the rollout. `turns` runs the turn loop."""
         self._turns = turns
         self._rollout = rollout
         self._environment = environment
@@ -59,7 +59,7 @@ class AgentRollout:
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
         self._counts: Counter[str] = Counter()
-        """Metrics: parameters of calls that were replaced, and answers that no client has read."""
+        """Metrics: replaced parameters of calls, and completions that no client has read."""
         self._sandboxes: list[Sandbox] = []
         self._callers: set[asyncio.Task[Any] | None] = set()
         """Tasks that wait for an answer."""
@@ -72,8 +72,8 @@ class AgentRollout:
     async def run(self, sample: Sample) -> RewardRecord:
         """Runs the environment's `rollout`. Returns its score.
 
-        Raises what it raises, `EnvironmentFailure` when its time is over, and the first `InfrastructureError` of its
-        calls.
+        Raises what `rollout` raises, `EnvironmentFailure` when its time is over, and the first `InfrastructureError` of
+        its calls.
         """
         environment, rollout = self._environment, self._rollout
         seconds = environment.rollout_timeout_seconds
@@ -91,7 +91,7 @@ class AgentRollout:
                 raise self._failure from None
             raise
         finally:
-            # A turn that a background task adds from now on would be trained by no reward, or by that of a new attempt.
+            # A turn that a background task adds from now on would get no reward, or the reward of a new attempt.
             context.cancelled = self._is_over = True
             for task in self._callers:
                 if task is not None and task is not asyncio.current_task():
@@ -123,7 +123,7 @@ class AgentRollout:
         return RewardRecord(**serialize_score(evaluated, for_eval))
 
     async def complete(self, call: Call) -> Answer:
-        """Samples an answer of the policy.
+        """Samples a completion.
 
         Raises `RefusedCall`, `UserError` for a malformed call, and `InfrastructureError`.
         """
@@ -132,13 +132,13 @@ class AgentRollout:
         settings = self._rollout.settings.sampling
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
-            # Megabytes are refused by their length, because the event loop waits while a text is tokenized.
+            # Very long texts are refused by their length, because tokenizing them would block the event loop.
             least = (
                 sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token
             )
             prompt = self._joins.prompt(call) if least < settings.max_context else None
             shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
-        except Exception as error:  # of its messages, tools, token ids, sampling, or of the chat template
+        except Exception as error:  # in messages, tools, token ids or sampling, or raised by the chat template
             raise UserError(f"This call of the policy is malformed: {error_text(error)}") from error
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
@@ -165,7 +165,7 @@ class AgentRollout:
         return self._answer(call, prompt, index)
 
     def _answer(self, call: Call, prompt: Prompt, index: int) -> Answer:
-        """Reads the answer of a turn, and records it for the calls that follow."""
+        """Parses the completion of a turn, and records it for later calls."""
         turn = self._rollout.trajectory.turns[index]
         generation = turn.generation
         ended = generation.finish_reason == "stop"
@@ -185,7 +185,7 @@ class AgentRollout:
         return answer
 
     def _drop(self, answer: Answer) -> None:
-        """Leaves an answer that no client has read out of training."""
+        """Excludes from training a completion that no client has read."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
 
@@ -210,24 +210,24 @@ class AgentRollout:
         return await self._environment.judge.ask(prompt, schema, model)
 
     async def _judge(self, prompt: str) -> str:
-        """Lets the policy judge. Its tokens are not trained."""
+        """Lets the policy act as the judge. Its tokens are not trained."""
         call = Call([{"role": "user", "content": prompt}], chat=JUDGE, train=False)
         return (await self.complete(call)).text
 
     async def sandbox(self, image: str | None) -> Sandbox:
-        """Returns a sandbox that ends with the rollout."""
+        """Returns a sandbox that is destroyed with the rollout."""
         pool = await pool_of(self._environment, image)
         sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
         self._sandboxes.append(sandbox)
         return sandbox
 
     def base_url(self, chat: str) -> str:
-        """Returns the URL of the endpoint for one conversation."""
+        """Returns the endpoint's URL for one conversation."""
         return self._endpoint.base_url(chat)
 
 
 async def _import_sdks(environment: type[Environment]) -> None:
-    """Imports the SDKs that methods of an environment name, because that takes seconds, in a thread."""
+    """Imports the SDKs that the environment's methods name, in a thread, because that takes seconds."""
     code = [each.__code__ for cls in environment.__mro__ for each in vars(cls).values() if hasattr(each, "__code__")]
     for sdk in ("openai", "anthropic"):
         if any(sdk in each.co_names for each in code):
@@ -235,6 +235,6 @@ async def _import_sdks(environment: type[Environment]) -> None:
 
 
 def _shown(message: ChatMessage) -> str:
-    """Returns a message as the record has it: its text, and its tool calls in the form of Hermes."""
+    """Returns a message as it is recorded: its text, and its tool calls in the form of Hermes."""
     calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ()]
     return "\n".join(filter(None, (str(message.get("content") or ""), *calls)))

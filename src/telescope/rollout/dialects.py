@@ -1,8 +1,8 @@
-"""The APIs that agents speak to the endpoint: chat/completions and responses of OpenAI, messages of Anthropic.
+"""The APIs that agents use at the endpoint: OpenAI's chat/completions and responses, Anthropic's messages.
 
-A dialect reads the body of a request as a `Call`, and writes an `Answer` as the body of a response or as events. Bodies
-are plain dicts: importing the models of the SDKs takes seconds, and building one longer than the rest of a call.
-Messages of a call have the canonical form of `messages`.
+A dialect reads a request body as a `Call`, and writes an `Answer` as a response body or as events. Bodies are plain
+dicts, because importing the SDKs' models takes seconds and building one takes longer than the rest of a call. Messages
+of a call are in the canonical form of `messages`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from telescope.rollout.messages import message_of, parsed, text_of, tool_call
 Body = dict[str, Any]
 
 PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "tool_choice")
-"""Parameters that are not refused: those of the run are used, a call of a tool cannot be forced, and all is counted."""
+"""Parameters that are accepted, ignored and counted: the run's are used, and a tool call cannot be forced."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
 UNREADABLE = "unreadable_arguments"
-"""The key in Anthropic's `input`, which must be an object, of arguments that are none."""
+"""Key in Anthropic's `input`, which must be an object, for arguments that are no object."""
 
 
 class Refusal(Exception):
-    """A request that is answered with an error."""
+    """A request that gets an error response."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
-    """Refuses other values of fields that would change the answer."""
+    """Refuses a request with other values of these fields, which would change the completion."""
     for name, values in accepted.items():
         if (value := body.get(name)) is not None and value not in values:
             message = f"Unsupported value: '{name}' does not support {json.dumps(value)[:200]} with this model."
@@ -43,7 +43,7 @@ def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
 
 
 def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters", inside: str = "") -> list[Body]:
-    """Returns the tools of a request as OpenAI's chat API has them."""
+    """Returns a request's tools in the form of OpenAI's chat API."""
     tools = []
     for tool in body.get("tools") or ():
         _accept_only(tool, type=(kind,))
@@ -55,7 +55,7 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
 
 
 def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
-    """Returns `Call.sampling` from the fields that limit the number of tokens, and that of texts to stop at."""
+    """Returns `Call.sampling` from the fields of a request that limit tokens or name stop texts."""
     sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None and body[name] not in _CHOICES}
     for name in limits:
         if (limit := body.get(name)) is not None:
@@ -70,7 +70,7 @@ def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Bo
 
 
 def _logprobs_of(answer: Answer) -> list[Body]:
-    """Returns the logprobs of the sampled tokens, which are named by their ids."""
+    """Returns the logprobs of the sampled tokens, named by their ids."""
     pairs = zip(answer.token_ids, answer.logprobs, strict=False)
     return [{"token": f"token_id:{token}", "logprob": value, "bytes": [], "top_logprobs": []} for token, value in pairs]
 
@@ -81,13 +81,13 @@ def _usage_of(answer: Answer, prompt: str, sampled: str) -> Body:
 
 
 class ChatCompletions:
-    """`POST /v1/chat/completions`."""
+    """Implements `POST /v1/chat/completions`."""
 
     end = b"data: [DONE]\n\n"
-    """What ends a stream."""
+    """The end of a stream."""
 
     def read(self, body: Body) -> Call:
-        """Returns the call that a request asks for. Raises `Refusal`."""
+        """Returns the call in a request. Raises `Refusal`."""
         _accept_only(
             body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
             audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,),
@@ -97,7 +97,7 @@ class ChatCompletions:
         return Call(messages=[message_of(message) for message in body["messages"]], tools=tools, sampling=sampling)
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
-        """Returns the body of a response."""
+        """Returns the response body."""
         choice: Body = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
         choice["message"] = {"refusal": None, **answer.message}
         if body.get("logprobs"):
@@ -107,7 +107,7 @@ class ChatCompletions:
         return {"id": f"chatcmpl-{answer.id}", **shared, "choices": [choice], "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields a response as the events of a stream."""
+        """Yields the response as stream events."""
         choice = response["choices"][0]
         message = choice.pop("message")
         shared = {**response, "object": "chat.completion.chunk"}
@@ -124,7 +124,7 @@ class ChatCompletions:
 
 
 class Responses:
-    """`POST /v1/responses` of one rollout, whose conversations are kept for `previous_response_id`."""
+    """Implements `POST /v1/responses` of one rollout. Keeps its conversations for `previous_response_id`."""
 
     end = b""
 
@@ -132,7 +132,7 @@ class Responses:
         self._kept: dict[str, list[ChatMessage]] = {}
 
     def read(self, body: Body) -> Call:
-        """Returns the call that a request asks for. Raises `Refusal`."""
+        """Returns the call in a request. Raises `Refusal`."""
         _accept_only(body, background=(False,), conversation=(), prompt=(), top_logprobs=(0,))
         _accept_only(body.get("text") or {}, format=({"type": "text"},))
         messages: list[ChatMessage] = []
@@ -148,9 +148,9 @@ class Responses:
         return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(body, "max_output_tokens"))
 
     def _messages_of(self, items: list[Body]) -> list[ChatMessage]:
-        """Returns input items as messages. Reasoning, text and calls in this order are one message."""
+        """Returns input items as messages. Consecutive reasoning, text and calls become one message."""
         messages: list[ChatMessage] = []
-        last: ChatMessage | None = None  # the message of the model that the next item may belong to
+        last: ChatMessage | None = None  # the model's message, to which the next item may belong
         for item in items:
             kind = item.get("type", "message")
             if kind == "function_call_output":
@@ -176,14 +176,14 @@ class Responses:
         return messages
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
-        """Returns the body of a response, and keeps its conversation."""
+        """Returns the response body, and stores its conversation."""
         response_id = f"resp_{answer.id}"
         if body.get("store") is not False:
             history = [*call.messages[bool(body.get("instructions")) :], message_of(answer.message)]
             for index, (before, now) in enumerate(zip(next(reversed(self._kept.values()), ()), history, strict=False)):
                 if before != now:
                     break
-                history[index] = before  # an agent that sends its whole history each time costs its memory once
+                history[index] = before  # stores a history once, even if an agent sends all of it each time
             self._kept[response_id] = history
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         output: list[Body] = []
@@ -218,7 +218,7 @@ class Responses:
         }
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields a response as the events of a stream."""
+        """Yields the response as stream events."""
         for number, event in enumerate(self._events(response)):
             yield {**event, "sequence_number": number}
 
@@ -248,13 +248,13 @@ class Responses:
 
 
 class Messages:
-    """`POST /v1/messages`, and counting its tokens."""
+    """Implements `POST /v1/messages`, and its token count."""
 
     end = b""
 
     def read(self, body: Body) -> Call:
-        """Returns the call that a request asks for. Raises `Refusal`."""
-        if body.get("thread"):  # its SDK then sends the whole history
+        """Returns the call in a request. Raises `Refusal`."""
+        if body.get("thread"):  # the SDK then sends the whole history
             raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
         _accept_only(body, container=(), mcp_servers=([],), compaction=())
         _accept_only(body.get("output_config") or {}, format=())
@@ -269,7 +269,7 @@ class Messages:
         return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
 
     def _messages_of(self, role: str, content: Any) -> Iterator[ChatMessage]:
-        """Yields one message as several: each tool result is a message of its own, before the user's text."""
+        """Splits a message: each tool result becomes a message of its own, before the user's text."""
         texts: list[Body] = []
         calls: list[Body] = []
         reasoning, has_results = [], False
@@ -292,7 +292,7 @@ class Messages:
             yield message_of(message)
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
-        """Returns the body of a response."""
+        """Returns the response body."""
         content: list[Body] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
@@ -308,7 +308,7 @@ class Messages:
         return {**response, "content": content, "stop_reason": reason, "stop_sequence": None, "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields a response as the events of a stream."""
+        """Yields the response as stream events."""
         usage = {**response["usage"], "output_tokens": 0}
         yield {"type": "message_start", "message": {**response, "content": [], "stop_reason": None, "usage": usage}}
         for index, block in enumerate(response["content"]):
@@ -332,5 +332,5 @@ Dialect = ChatCompletions | Responses | Messages
 
 
 def new_dialects() -> dict[str, Dialect]:
-    """Returns the dialects of one rollout by their routes."""
+    """Returns a rollout's dialects by route."""
     return {"chat/completions": ChatCompletions(), "responses": Responses(), "messages": Messages()}

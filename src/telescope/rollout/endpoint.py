@@ -1,11 +1,11 @@
 """The endpoint of a rollout worker: agents call the policy with the SDKs of OpenAI and Anthropic.
 
 Invariants:
-- Each rollout has a secret, its API key. Any other key, or that of a rollout that is over, is refused with 401.
-- A call is sampled once: a retry gets the recorded answer, or waits for the one that is being sampled. A retry is the
-  same body with a positive `x-stainless-retry-count`, or a request with the same `Idempotency-Key`.
-- An answer is complete before its first byte is sent, also in a stream.
-- An answer that no client has read is dropped when `RETRY_SECONDS` pass without a retry, or the rollout ends: its
+- Each rollout has a secret, its API key. A key that is unknown, or whose rollout has ended, is refused with 401.
+- A call is sampled once: a retry gets the recorded completion, or waits for the one that is being sampled. A retry is
+  the same body with a positive `x-stainless-retry-count`, or a request with the same `Idempotency-Key`.
+- A completion is complete before the first byte of its response is sent, also in a stream.
+- A completion that no client has read is dropped when `RETRY_SECONDS` pass without a retry, or the rollout ends: its
   sampling is cancelled, or `dropped` is called.
 """
 
@@ -35,13 +35,13 @@ from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_IN_FLIGHT = 64
-"""Requests of one rollout at a time; more are refused with 429."""
+"""Most concurrent requests of one rollout; more are refused with 429."""
 MAX_CONNECTING = 4096
-"""Connections that wait to be accepted; the system resets more, such as those of rollouts that begin together."""
+"""Most connections waiting to be accepted. The system resets more, for example when many rollouts begin together."""
 RETRY_SECONDS = 10
-"""How long an answer waits for the retry of a client that has gone. SDKs retry within 8 s."""
+"""How long a completion waits for the retry of a client that has disconnected. SDKs retry within 8 s."""
 PING_SECONDS = 15
-"""Interval of comments in a stream whose answer is not there yet, so that clients do not give it up."""
+"""Interval of comments in a stream before its completion is ready, so that clients do not give up."""
 
 _PATH = re.compile(r"(?:/chat/([^/]+))?/v1/([^?]+?)/?(?:\?.*)?")
 _JSON = "application/json"
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call that is being answered, or was."""
+    """A call whose completion is sampled, or was."""
 
     task: asyncio.Future[Answer] | None = None
     num_waiting: int = 0
@@ -60,7 +60,7 @@ class _Pending:
 
     @property
     def lost(self) -> bool:
-        """It has no answer, and none is being sampled."""
+        """Whether it has no completion, and none is being sampled."""
         return self.task is None or (self.task.done() and (self.task.cancelled() or self.task.exception() is not None))
 
 
@@ -73,7 +73,7 @@ class _Rollout:
     dropped: Callable[[Answer], object]
     dialects: dict[str, Dialect] = field(default_factory=new_dialects)
     calls: defaultdict[str, list[_Pending]] = field(default_factory=lambda: defaultdict(list))
-    """By the hash of the request, or its `Idempotency-Key`."""
+    """Calls by the hash of the request, or by its `Idempotency-Key`."""
     unread: set[_Pending] = field(default_factory=set)
     num_requests: int = 0
     num_refused: int = 0
@@ -90,7 +90,7 @@ class _Rollout:
             if unread or named or not self.num_refused:
                 pending = next(iter(unread or earlier[-1:]), None)
             else:
-                self.num_refused -= 1  # it repeats a request that was refused, not one of these
+                self.num_refused -= 1  # it repeats a refused request, none of the recorded calls
         if pending is None:
             pending = _Pending()
             earlier.append(pending)
@@ -102,7 +102,7 @@ class _Rollout:
         return pending
 
     def drop(self, pending: _Pending, even_if_waited_for: bool = False) -> None:
-        """Gives up an answer without a client that waits for it."""
+        """Drops a completion that no client waits for."""
         if pending in self.unread and (even_if_waited_for or not pending.num_waiting):
             self.unread.discard(pending)
             if pending.task and not pending.task.done():
@@ -115,7 +115,7 @@ class _Rollout:
 class Endpoint:
     """An HTTP server in the event loop of a rollout worker. `models` are the names of the policy.
 
-    It listens on a free port of the loopback, and on request on a Unix socket for agents inside of sandboxes.
+    It listens on a free port of the loopback and, if asked, on a Unix socket for agents in sandboxes.
     """
 
     def __init__(self, models: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ class Endpoint:
         self._port = 0
 
     async def start(self, socket: Path | None = None) -> None:
-        """Listens."""
+        """Starts to listen."""
         request: Any = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         server = web.Server(self._respond, request_factory=request, handler_cancellation=True, access_log=None)
         self._runner, self._socket = web.ServerRunner(server, shutdown_timeout=1), socket
@@ -135,7 +135,7 @@ class Endpoint:
         self._port = self._runner.addresses[0][1]
         if socket:
             await web.UnixSite(self._runner, str(socket), backlog=MAX_CONNECTING).start()
-            os.chmod(socket, 0o600)  # for this user alone
+            os.chmod(socket, 0o600)  # only for this user
 
     async def stop(self) -> None:
         """Ends all rollouts and closes all connections."""
@@ -159,15 +159,15 @@ class Endpoint:
     ) -> str:
         """Returns the API key of a new rollout.
 
-        `complete` is `Services.complete`. `count` returns the number of tokens of a call's prompt. `dropped` is called
-        with each answer that no client has read.
+        `complete` is `Services.complete`. `count` returns the number of prompt tokens of a call. `dropped` is called
+        with each completion that no client has read.
         """
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._rollouts[key] = _Rollout(complete, count, dropped)
         return key
 
     def close_rollout(self, key: str) -> None:
-        """Ends a rollout: drops unread answers, ends open requests with 499, and refuses the key from now on."""
+        """Ends a rollout: drops unread completions, ends open requests with 499, and refuses the key from now on."""
         if rollout := self._rollouts.pop(key, None):
             for pending in list(rollout.unread):
                 rollout.drop(pending, even_if_waited_for=True)
@@ -192,7 +192,7 @@ class Endpoint:
             raise Refusal(message, 401, "invalid_api_key")
         path = _PATH.fullmatch(request.raw_path)
         route = path[2] if path else ""
-        if (request.method, route) == ("GET", "models"):  # with what the clients of both providers expect
+        if (request.method, route) == ("GET", "models"):  # has the fields that the clients of both providers expect
             shared = {"object": "model", "type": "model", "owned_by": "telescope", "lifecycle": "active"}
             made = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
             data = [{"id": name, "display_name": name, **shared, **made} for name in self.models]
@@ -254,7 +254,7 @@ class Endpoint:
 async def _answer(
     request: web.BaseRequest, rollout: _Rollout, pending: _Pending, write: Callable[[Answer], bytes], is_stream: bool
 ) -> web.StreamResponse:
-    """Sends the answer of a call, after signs of life where the client reads a stream."""
+    """Sends the response to a call. A streaming client gets comments as keep-alive until it is ready."""
     response = web.StreamResponse()
     response.content_type = "text/event-stream" if is_stream else _JSON
     task = pending.task
@@ -278,7 +278,7 @@ async def _answer(
             await response.prepare(request)
         await response.write_eof(data)
         pending.is_read = True
-    except ConnectionError:  # the client has gone
+    except ConnectionError:  # the client has disconnected
         pass
     finally:
         pending.num_waiting -= 1
@@ -299,7 +299,7 @@ def _result(task: asyncio.Future[Answer]) -> Answer:
     except asyncio.CancelledError:
         raise _ended() from None
     except RefusedCall as error:
-        # Agents look for this text, or for the code, to compact their history.
+        # Agents compact their history when they find this text or the code.
         raise Refusal(f"prompt is too long: {error}", code=error.code) from error
     except UserError as error:
         raise Refusal(str(error)) from error
@@ -314,7 +314,7 @@ def _result(task: asyncio.Future[Answer]) -> Answer:
 def _decode(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # of half a surrogate pair, for example, which a model may write
+    except msgspec.DecodeError:  # for example half a surrogate pair, which a model may write
         return json.loads(raw)
 
 
@@ -331,7 +331,7 @@ def _event(data: Body) -> bytes:
 
 
 def _error(refusal: Refusal) -> Body:
-    """Returns an error in the form that the SDKs of both providers read."""
+    """Returns an error in a form that the SDKs of both providers read."""
     kind = f"{_KINDS.get(refusal.status, 'invalid_request')}_error"
     error: Body = {"type": kind, "message": str(refusal), "code": refusal.code, "param": refusal.param}
     return {"type": "error", "error": {**error, "details": {"error_code": refusal.code}}}

@@ -1,8 +1,8 @@
 """Loads environments, describes them, and renders their prompts.
 
-Owns the loaded environments and their resources (pools of sandboxes, connections). `prepare_resources` and
-`close_resources` run one at a time in a process, and again after a failure. Threads and deadlines of user code belong
-to `rollout.user_thread`, rollouts to `rollout.environments`.
+Owns the loaded environments and their resources (sandbox pools, connections). `prepare_resources` and `close_resources`
+run one at a time in a process, and again after a failure. `rollout.user_thread` owns the threads and deadlines of user
+code, `rollout.environments` the rollouts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EnvironmentRunner:
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
-        """Turns any error of user code that loads something into a `UserError`."""
+        """Turns any error of user code during loading into a `UserError`."""
         kind = "eval" if spec.factory.startswith("telescope.evals.") else "environment"
         self.on_stage(stage, f"{doing} the {kind} {spec.name!r}")
         try:
@@ -82,7 +82,7 @@ class EnvironmentRunner:
         except BaseException as error:
             traceback.print_exc()
             what = f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe_error(error)}"
-            if isinstance(error, ConnectionError):  # which the package datasets raises without the hub
+            if isinstance(error, ConnectionError):  # the package datasets raises it without the hub
                 what += ". Connect this machine, or download the dataset beforehand (`hf download --repo-type dataset`)"
             raise UserError(what) from error
 
@@ -111,8 +111,9 @@ class EnvironmentRunner:
     def describe(self, position: int, *, checks_golds: bool = False, checks_template: bool = True) -> EnvironmentInfo:
         """Loads the dataset, renders the first prompt, and describes the environment.
 
-        Raises `UserError` when the dataset is empty, its first prompt cannot be rendered, with `checks_golds` when most
-        of its answers cannot be equaled, and with `checks_template` when a message never reaches the model.
+        Raises `UserError` when the dataset is empty or its first prompt cannot be rendered. With `checks_golds` also
+        when no completion can equal most of its answers, with `checks_template` also when a message never reaches the
+        model.
         """
         spec, environment = self.specs[position], self.environments[position]
         with self._loading(spec, "dataset", "loading the dataset of"):
@@ -132,7 +133,7 @@ class EnvironmentRunner:
                 with self._loading(spec, "dataset", "checking the resources of"):
                     try:
                         asyncio.run(owner.check_resources())
-                    except UserError as error:  # another machine may have them
+                    except UserError as error:  # another machine may have the resources
                         raise UnreachableError(f"The environment {spec.name!r}: {error}") from error
         if self.renderer is not None:
             try:
@@ -181,9 +182,9 @@ class EnvironmentRunner:
             ) from error
 
     def _check_template(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
-        """Raises `UserError` for a message that the environment sends and the template leaves out.
+        """Raises `UserError` for a message of the environment that the template leaves out.
 
-        Tries each order of roles among the prompts of some items, followed by two turns if there are several.
+        Tries each order of roles among the prompts of some items, followed by two turns in a multi-turn environment.
         """
         if not (environment.is_multi_turn or _renders_messages(environment)):
             return
@@ -191,7 +192,7 @@ class EnvironmentRunner:
         positions = digest_positions(len(environment))
         for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
-            with contextlib.suppress(Exception):  # of a prompt, which is left out when its turn comes
+            with contextlib.suppress(Exception):  # a broken prompt is skipped later, when it is used
                 messages = self.first_messages(environment, environment.get_sample(index))
                 roles = tuple(message["role"] for message in messages)
                 if roles not in tried:
@@ -213,7 +214,7 @@ class EnvironmentRunner:
         reply = {"role": found.role_of_replies, "name": "tool", "content": "Again."}
         try:
             return lost_message(renderer, [*messages, answer, reply, answer, reply], tools)
-        except Exception:  # it takes no such turns after these messages
+        except Exception:  # the template does not accept such turns after these messages
             return lost_message(renderer, messages, tools)
 
     def prepare(self, position: int, index: int) -> PreparedPrompt:
@@ -253,17 +254,17 @@ class EnvironmentRunner:
 
     def opened(self, position: int, index: int) -> str:
         """Returns the tag that opens reasoning at the end of a single-turn item's prompt, or an empty text."""
-        if (position, index) not in self._opened:  # another process has prepared the prompt
+        if (position, index) not in self._opened:  # another process rendered the prompt
             self._prompt_text(position, index)
         return self._opened[position, index]
 
 
 class Resources:
-    """The resources of one environment, or of the environment below an eval."""
+    """The resources of one environment, or of the environment that an eval wraps."""
 
     def __init__(self, environment: Any) -> None:
         wrapped = wrapped_environment(environment)
-        self._owner = environment if wrapped is None else wrapped  # the truth of one would load its dataset
+        self._owner = environment if wrapped is None else wrapped  # `or` would call `len`, which loads the dataset
         mine = getattr(type(self._owner), "prepare_resources", None)
         self.overridden = mine is not None and mine is not Environment.prepare_resources
         """Whether the environment has resources to prepare."""
@@ -299,6 +300,6 @@ class Resources:
 
 
 def _renders_messages(environment: Any) -> bool:
-    """Returns whether the prompts of a single-turn environment show its messages. Its own `format_prompt` need not."""
+    """Returns whether a single-turn environment's prompts show its messages. A custom `format_prompt` may not."""
     is_own = not type(environment).format_prompt.__module__.startswith("telescope.")
     return environment.uses_chat_template and not is_own

@@ -1,6 +1,6 @@
-"""The environments of a rollout worker: user code in this process, with deadlines.
+"""Runs the environments of a rollout worker: user code in this process, with deadlines.
 
-`Environment.rollout` is the turn loop (`rollout.turns`), unless an environment has its own (`rollout.context`).
+`Environment.rollout` is the turn loop (`rollout.turns`), unless an environment defines its own (`rollout.context`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from telescope.rollout.user_thread import UserThread, user_failure
 logger = logging.getLogger(__name__)
 
 MAX_RESULT_BYTES = 32 * 2**20
-"""Largest score of user code, because it passes through the driver's memory into the record."""
+"""Largest score from user code. It passes through the driver's memory into the record."""
 
 CLOSE_SECONDS = 20.0
 """Time for the environments to end rollouts and close resources."""
 
 
 class LoadedEnvironments:
-    """`Environments` over a runner, by the identities of its specs.
+    """Implements `Environments` with a runner. Environments are found by the identity of their spec.
 
-    `timeout_seconds` bounds a call of user code, and `start_timeout_seconds` the preparation of resources.
+    `timeout_seconds` limits one call of user code, `start_timeout_seconds` the preparation of resources.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class LoadedEnvironments:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a thread is still in user code past its deadline."""
+        """Returns whether a thread is still in user code past its deadline."""
         return self._thread.is_stuck
 
     async def start(self) -> None:
-        """Opens the endpoint for agents, if an environment has any, and prepares the resources of this process."""
+        """Opens the endpoint for agents, if an environment needs it, and prepares the resources of this process."""
         if self._agents:
-            # A path of a Unix socket has at most 107 characters.
+            # The path of a Unix socket has at most 107 characters.
             self._folder = tempfile.TemporaryDirectory(prefix="telescope-", ignore_cleanup_errors=True)
             socket = Path(self._folder.name, "endpoint")
             await self._endpoint.start(socket)
@@ -75,7 +75,7 @@ class LoadedEnvironments:
         return await self._thread.call(partial(self._runner.prepare, self._positions[env_key], index), label)
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        """Runs a rollout, which samples its turns. Returns its score."""
+        """Runs a rollout, which samples its own turns. Returns its score."""
         task, runner = rollout.task, self._runner
         position = self._positions[task.environment_key]
         owner = runner.environments[position]

@@ -1,7 +1,7 @@
 """Messages between the driver and a rollout worker.
 
-The driver sends `Orders` and receives a `Report` in the same call, however many rollouts run.
-Everything here is plain data that can cross processes.
+The driver sends `Orders` and gets a `Report` back in the same call, however many rollouts run. All messages are plain
+data that can cross processes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from telescope.rollout.trajectory import Trajectory
 
 
 class WorkerLost(InfrastructureError):
-    """A rollout worker has ended, or does not answer."""
+    """A rollout worker has exited, or does not respond."""
 
 
 TRAINING = ""
-"""The lane of a run's own rollouts. Each eval has a lane of its own."""
+"""The lane of a run's training rollouts. Each eval has a separate lane."""
 
 
 @dataclass(slots=True)
 class GroupTask:
-    """Samples of one prompt. They share a server, which then computes the prompt once. `key` is unique in the run."""
+    """The samples of one prompt. They share a server, which computes the prompt once. `key` is unique in the run."""
 
     key: int
     samples: dict[int, RolloutTask]
-    """By their index in the group. A group whose worker was lost goes on with those that had not ended."""
+    """Samples by index in the group. A group whose worker was lost continues with its unfinished samples."""
     settings: RolloutSettings
     lane: str = TRAINING
 
 
 @dataclass(slots=True)
 class RunningSample:
-    """State of a running sample, as last reported.
+    """The last reported state of a running sample.
 
     `oldest_version` is the policy version of its oldest trained token, or of its server when its first request was
-    sent. The server is -1 before it has a request slot.
+    sent. `server` is -1 until it has a request slot.
     """
 
     server: int = -1
@@ -48,22 +48,22 @@ class RunningSample:
     started_at: float = 0.0
     oldest_version: int | None = None
     num_tokens: int = 0
-    """Tokens sampled for it in this worker, without those of its running request."""
+    """Tokens sampled for it in this worker, without its running request."""
 
 
 @dataclass(slots=True)
 class Orders:
-    """What a worker is to do. Applied in the order of the fields."""
+    """Orders for a worker, applied in the order of the fields."""
 
     lanes: dict[str, list[int] | None] = field(default_factory=dict)
     """Request slots of each server in a new lane. None ends a lane."""
     servers: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Whether a server serves a lane."""
     prompts: list[tuple[int, str, int]] = field(default_factory=list)
-    """Prompts to render: a number for the answer, the environment's key, the item."""
+    """Prompts to render: number for the reply, environment key, item."""
     groups: list[GroupTask] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    """Keys of groups whose samples end now."""
+    """Keys of the groups to cancel."""
 
     @property
     def is_empty(self) -> bool:
@@ -72,31 +72,31 @@ class Orders:
 
 @dataclass(slots=True)
 class LaneState:
-    """Request slots of one lane in one worker."""
+    """The request slots of one lane in one worker."""
 
     used: list[int]
-    """By server."""
+    """Slots in use, by server."""
     num_free: int
-    """Of servers that are up."""
+    """Free slots on servers that are up."""
     num_waiting: int = 0
 
 
 @dataclass(slots=True)
 class Report:
-    """What has happened in a worker since its last report."""
+    """The events in a worker since its last report."""
 
     samples: list[tuple[int, int, Trajectory | BaseException]] = field(default_factory=list)
     """Ended samples: key of the group, index of the sample in it, and the sample or an error of the run."""
     rows: Encoded = field(default_factory=dict)
-    """Rows of the record of the ended samples."""
+    """Rows of the ended samples for the record."""
     running: dict[tuple[int, int], RunningSample] = field(default_factory=dict)
-    """Changed states of running samples, by key and index."""
+    """Changed states of running samples, by group key and sample index."""
     prompts: list[tuple[int, PreparedPrompt | Exception]] = field(default_factory=list)
     failures: list[tuple[str, int, InfrastructureError]] = field(default_factory=list)
     """Lane, server and error of failed requests. The server is closed in the lane until it is ordered to be up."""
     lanes: dict[str, LaneState] = field(default_factory=dict)
     is_stuck: bool = False
-    """User code hangs in a thread, so the worker is to be replaced once its rollouts have ended."""
+    """User code hangs in a thread, so the worker must be replaced once its rollouts have ended."""
     sandboxes: SandboxNews | None = None
 
     @property
@@ -105,5 +105,5 @@ class Report:
 
     @property
     def num_events(self) -> int:
-        """Number of events. The state of a running sample is none, and waits for the next one."""
+        """Returns the number of events. A changed state of a running sample does not count; the next event sends it."""
         return len(self.samples) + len(self.prompts) + len(self.failures)

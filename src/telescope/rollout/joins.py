@@ -1,19 +1,19 @@
-"""Joins the calls of a rollout to conversations, so that no recorded token is ever made from text again.
+"""Joins the calls of a rollout into conversations, so that recorded tokens are never tokenized again from text.
 
-A call sends a whole conversation. It belongs to the recorded one that it extends: the longest whose messages it begins
-with. Its prompt is then the recorded token ids and what is new, rendered. Messages are compared in a canonical form
-(role, text, tool calls with parsed arguments), because an SDK sends an answer back with other ids, spaces or fields
-than it received; reasoning is not compared, since most do not send it back. A call that extends none begins a
-conversation. Where another recorded one has the same start, that is a fork, and its cause is recorded:
+A call sends a whole conversation. It extends the longest recorded conversation whose messages it begins with: its
+prompt is the recorded token ids, followed by the new messages, rendered. Messages are compared in a canonical form
+(role, text, tool calls with parsed arguments), because an SDK may send a completion back with other ids, spaces or
+fields than it received. Reasoning is not compared, since most SDKs do not send it back. A call that extends no
+conversation begins one. If a recorded conversation has the same start, the call is a fork, and its cause is recorded:
 
 - `retry`: the same prompt again
-- `branch`: another continuation of an answer that has been continued
+- `branch`: another continuation of a completion that was already continued
 - `edited_history`: the call changed or left out a message of a recorded conversation
-- `tools`: it offers other tools, which the template shows at the start
-- `compaction`: the caller has shortened the history, and says so
+- `tools`: the call offers other tools, which the template shows at the start
+- `compaction`: the caller shortened the history and says so
 
-A join that differs from the chat template has the name of its divergence as cause (`rendering.Divergence`). It is no
-fork: the recorded ids stay, unless every prompt is rendered from the start.
+A join that differs from the chat template has the name of its divergence as cause (`rendering.Divergence`). It is not a
+fork: the recorded ids are kept, unless every prompt is rendered from the start.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "too
 
 
 Identity = tuple[str, str, str]
-"""What identifies a message, whatever the form in which an SDK sends it: role, text, and tool calls as JSON."""
+"""Identifies a message in any form in which an SDK sends it: role, text, and tool calls as JSON."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A message in its conversation. `answer` is set for a recorded answer of the policy."""
+    """A message in its conversation. `answer` is set for a recorded completion of the policy."""
 
     children: dict[Identity, _Node] = field(default_factory=dict)
     answer: _Answer | None = None
     was_prompt: bool = False
-    """A call ended with this message."""
+    """Whether a call ended with this message."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Answer:
-    """A recorded answer: its turn, its prompt, and what was sampled."""
+    """A recorded completion: its turn, its prompt, and the sampled tokens."""
 
     turn: int
     prompt: Prompt
@@ -58,18 +58,18 @@ class _Answer:
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """The prompt of a call, and how it joins what is recorded."""
+    """The prompt of a call, and how it joins the recorded calls."""
 
     token_ids: list[int]
     added_token_ids: list[int]
-    """Its end, behind the answer of the turn `parent`; all of it without one."""
+    """The tokens after the completion of turn `parent`, or the whole prompt without a parent."""
     parent: int | None
     cause: str | None
     """Why it forks, or how its join differs from the chat template."""
     messages: list[ChatMessage]
-    """As rendered: recorded answers are as they were sampled."""
+    """The rendered messages. Recorded completions are as they were sampled."""
     new_messages: list[ChatMessage]
-    """Those behind the answer of the parent."""
+    """The messages after the parent's completion."""
     dialogue: Dialogue
     node: _Node
 
@@ -81,9 +81,9 @@ class Joins:
         self._renderer = renderer
         self._interleaved = interleaved
         self._roots: dict[str, dict[str, _Node]] = {}
-        """By chat and tools, the start of its conversations."""
+        """The roots of conversations, by chat and tools."""
         self._by_ids: list[tuple[list[int], int]] = []
-        """Prompt and answer of each call by token ids, and its turn."""
+        """Token ids of prompt and completion of each call made with token ids, and its turn."""
 
     def prompt(self, call: Call) -> Prompt:
         """Returns the prompt of a call. Raises what the chat template raises."""
@@ -127,16 +127,16 @@ class Joins:
         return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node)
 
     def count(self, call: Call) -> int:
-        """Returns the number of tokens of a call's messages, rendered anew. Records nothing."""
+        """Returns the number of tokens of a call's messages, rendered from the start. Records nothing."""
         dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
         return len(dialogue.begin(template_messages(call.messages)))
 
     def record(
         self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
     ) -> None:
-        """Records the answer to a prompt: the `message` that the caller gets, its turn, and what was sampled.
+        """Records a completion: the `message` that the caller gets, its turn, and the sampled tokens.
 
-        `text` is all of it without the end token, and `ended` whether the model ended it.
+        `text` is the whole completion without the end token. `ended`: the model ended it.
         """
         if not prompt.messages:
             self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
@@ -155,7 +155,7 @@ class Joins:
         return Prompt(ids, ids[length:], parent, None, [], shown, Dialogue(self._renderer), _Node())
 
     def _cause(self, node: _Node, depth: int, known: list[Identity], new: list[Identity]) -> str | None:
-        """Returns why a call forks. It extends an answer at `depth` of the `known` messages, which end at `node`."""
+        """Returns why a call forks. The `known` messages end at `node`. The call extends the completion at `depth`."""
         if not new:
             return RETRY if node.was_prompt else None
         if depth == len(known) and not node.children:
@@ -166,6 +166,6 @@ class Joins:
 
 
 def _identity(message: ChatMessage) -> Identity:
-    """Returns what identifies a message of a chat template."""
+    """Returns the fields that identify a message."""
     calls = message.get("tool_calls")
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""

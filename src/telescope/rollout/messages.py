@@ -1,4 +1,4 @@
-"""Messages of a conversation in one canonical form, so that a history is equal however an agent sends it back.
+"""Brings messages into one canonical form, so that histories compare equal however an agent sends them back.
 
 `content` is text, arguments of tool calls are parsed JSON, and roles are `system`, `user`, `assistant` and `tool`.
 """
@@ -45,7 +45,7 @@ def parsed(arguments: Any) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of content: a text, a list of parts, or None. Raises `UserError` if it has anything else."""
+    """Returns the text of content, which is a text, a list of parts or None. Raises `UserError` for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -58,7 +58,7 @@ def text_of(content: Any) -> str:
 
 
 def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Returns messages as chat templates take them: in canonical form, without ids, results with the tool's name."""
+    """Returns messages for chat templates: canonical, without ids, and results with the tool's name."""
     names: dict[Any, str] = {}
     converted = []
     for message in map(message_of, messages):

@@ -1,9 +1,9 @@
-"""Rollout workers, as the driver uses them.
+"""The driver's view of the rollout workers.
 
 Gives each group to the worker with the most free request slots, and passes on what workers report. The driver decides
-which groups run and what becomes of their samples; everything between is the workers' (`rollout.worker`).
+which groups run and what happens to their samples; everything in between belongs to the workers (`rollout.worker`).
 
-Invariant: every sample of a group that was started ends in one call of its `on_sample`, unless the pool is closed.
+Invariant: each sample of a started group ends in exactly one call of its `on_sample`, unless the pool is closed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from telescope.rollout.sample_rows import assign_rows
 from telescope.rollout.trajectory import Trajectory
 
 MAX_LOST_WORKERS = 3
-"""Workers that may be lost while they run a group, before it is taken for the cause. A group that may be the cause at
-its next loss runs while no other such group does, so that none is blamed with it."""
+"""Lost workers after which the group that they ran counts as the cause. A group that may be the cause at
+its next loss runs while no other such group does, so that only one group is blamed."""
 
 R = TypeVar("R")
 
@@ -37,17 +37,17 @@ class Worker(Protocol):
     """Interface of a rollout worker (`rollout.worker.RolloutWorker`)."""
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
-        """Sends orders and returns news. Raises `WorkerLost`."""
+        """Sends orders and returns a report. Raises `WorkerLost`."""
         ...
 
     async def restart(self) -> None:
-        """Starts the worker anew after `WorkerLost`, without rollouts and lanes. Raises when it cannot."""
+        """Restarts the worker after `WorkerLost`, without rollouts and lanes. Raises when it cannot."""
         ...
 
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A group in a worker, or waiting for one. `samples` has the running ones, by their index."""
+    """A group that runs in a worker or waits for one. `samples` has the running samples by index."""
 
     task: GroupTask
     on_sample: OnSample
@@ -60,7 +60,7 @@ class RunningGroup:
     """Workers that were lost while they ran it."""
 
     def cancel(self) -> None:
-        """Ends the samples soon, with their tokens so far. Running requests are aborted in the engine."""
+        """Ends the samples soon and keeps their tokens so far. Running requests are aborted in the engine."""
         self.is_cancelled = True
         if self.worker is not None:
             self.worker.orders.cancelled.append(self.task.key)
@@ -71,21 +71,21 @@ class RunningGroup:
 
 @dataclass(eq=False)
 class _Worker:
-    """The driver's side of one worker: what it is ordered to do, and what it last reported."""
+    """The driver's state of one worker: its pending orders and its last report."""
 
     calls: Worker
     orders: Orders = field(default_factory=Orders)
     has_orders: asyncio.Event = field(default_factory=asyncio.Event)
     lanes: dict[str, LaneState] = field(default_factory=dict)
     num_ordered: Counter[str] = field(default_factory=Counter)
-    """Samples of each lane that the last report does not know."""
+    """Samples ordered in each lane and not yet in a report."""
     shares: dict[str, list[int]] = field(default_factory=dict)
     """Its request slots on each server in each open lane."""
     is_open: bool = True
     """Whether it gets new groups: it is neither starting nor about to be replaced."""
 
     def num_free(self, lane: str) -> int:
-        """Returns request slots that no sample takes, not even one that is on its way there."""
+        """Returns the request slots that no sample uses, including samples that are still on their way there."""
         if not self.is_open or lane not in self.lanes:
             return 0
         return self.lanes[lane].num_free - self.num_ordered[lane]
@@ -102,12 +102,12 @@ class _Prompt:
 
 
 class RolloutPool:
-    """The rollout workers of a run. Use it from one event loop. Workers are called from the first prompt or group on.
+    """The rollout workers of a run. Use it from one event loop. Calls to workers begin with the first prompt or group.
 
-    `homes` returns the workers that can run an environment now, by its key; without it, all can. A call of a worker
-    waits `seconds` for news (None: as long as it takes) and `linger` seconds more.
-    `on_engine_failure` is called for each failed request with its server, and closes it in all lanes if it is to get no
-    more.
+    `homes` returns the workers that can run an environment now, by its key; without it, all can. A call to a worker
+    waits up to `seconds` for an event (None: without limit), then `linger` seconds for more.
+    `on_engine_failure` is called with the server of each failed request. It closes the server in all lanes if the
+    server is to get no more requests.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RolloutPool:
         on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        """Called for free request slots and changes of servers."""
+        """Called when request slots become free or servers change."""
         self.on_engine_failure = on_engine_failure
         self.homes = homes or (lambda key: range(len(workers)))
         self.infos = infos or {}
@@ -132,15 +132,15 @@ class RolloutPool:
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
         self._suspects: deque[RunningGroup] = deque()
-        """Groups that may have ended their workers. Only the first one runs."""
+        """Groups that may have crashed their workers. Only the first one runs."""
         self._prompts: dict[int, _Prompt] = {}
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
     def open_lane(self, name: str, capacities: list[int], group_size: int = 1) -> Lane:
-        """Opens a lane with so many request slots on each server, for groups of `group_size` samples.
+        """Opens a lane with the given request slots on each server, for groups of `group_size` samples.
 
-        All servers are closed in it.
+        All its servers are closed at first.
         """
         lane = self._lanes[name] = Lane(self, name, capacities)
         for worker, shares in zip(self.workers, share_slots(capacities, len(self.workers), group_size), strict=True):
@@ -179,7 +179,7 @@ class RolloutPool:
         task = group.task
         key = next(iter(task.samples.values())).environment_key
         homes = [self.workers[index] for index in self.homes(key)]
-        # While no worker is open, one of them begins with this group once it is back.
+        # If no worker is open, one of them starts this group once it is back.
         group.worker = worker = max(homes, key=lambda worker: (worker.is_open, worker.num_free(task.lane)))
         worker.orders.groups.append(task)
         worker.num_ordered[task.lane] += len(task.samples)
@@ -188,7 +188,7 @@ class RolloutPool:
     async def run(
         self, samples: list[RolloutTask], settings: RolloutSettings, lane: str = TRAINING
     ) -> list[Trajectory]:
-        """Runs the samples of one prompt to their ends, which are soon when the caller is cancelled.
+        """Runs the samples of one prompt to their ends. Cancels them when the caller is cancelled.
 
         Raises errors of the run.
         """
@@ -223,7 +223,7 @@ class RolloutPool:
         worker.has_orders.set()
 
     async def close(self) -> None:
-        """Ends the calls of the workers."""
+        """Stops calling the workers."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
@@ -231,14 +231,14 @@ class RolloutPool:
     # Workers
 
     def _serve_all(self) -> None:
-        """Starts the calls of the workers, once. Raises the error that ended them."""
+        """Starts calling the workers, once. Raises the error that ended the calls."""
         if self._failure is not None:
             raise self._failure
         if not self._serving:
             self._serving = [asyncio.create_task(self._serve(each), name="rollout worker") for each in self.workers]
 
     async def _serve(self, worker: _Worker) -> None:
-        """Calls a worker, and restarts it when it is lost. Any other error is raised to all who wait."""
+        """Calls a worker, and restarts it when it is lost. Any other error is raised to everyone who waits."""
         try:
             while True:
                 try:
@@ -248,7 +248,7 @@ class RolloutPool:
                 except* WorkerLost as lost:
                     self._lose(worker, lost.exceptions[0])
                 await worker.calls.restart()
-                self._lose(worker, WorkerLost("cancelled"))  # what it got meanwhile: it may be no home of it any more
+                self._lose(worker, WorkerLost("cancelled"))  # it may no longer be able to run what it got meanwhile
                 self._reopen(worker)
         except Exception as error:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
@@ -260,7 +260,7 @@ class RolloutPool:
                     self._ended(group, index, failure)
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
-        """Gives the prompts and groups of a lost worker to others. Its ended samples are here already."""
+        """Gives the prompts and groups of a lost worker to others. Its ended samples have arrived already."""
         unsent = {task.key for task in worker.orders.groups}
         worker.orders, worker.is_open = Orders(), False
         worker.lanes, worker.num_ordered = {}, Counter()
@@ -287,17 +287,17 @@ class RolloutPool:
         self.on_change()
 
     def _assign_suspect(self) -> None:
-        """Assigns the first of the suspected groups, if it waits."""
+        """Assigns the first suspect group, if it waits."""
         if self._suspects and self._suspects[0].worker is None:
             self._assign(self._suspects[0])
 
     def _end(self, group: RunningGroup, error: Exception) -> None:
-        """Ends the samples of a group that is in no worker."""
+        """Ends the samples of a group that no worker runs."""
         for index in list(group.samples):
             self._ended(group, index, _lost_sample(group, index, error))
 
     def _reopen(self, worker: _Worker) -> None:
-        """Opens the lanes in a worker that is back."""
+        """Reopens the lanes in a restarted worker."""
         worker.orders.lanes |= worker.shares
         for name in worker.shares:
             for server, up in enumerate(self._lanes[name].up):
@@ -317,7 +317,7 @@ class RolloutPool:
             self._read(worker, report)
 
     async def _listen(self, worker: _Worker) -> None:
-        """Waits for news, in one call at a time. An order ends the call early."""
+        """Waits for events, one call at a time. An order ends the call early."""
         while True:
             self._read(worker, await worker.calls.exchange(Orders(), seconds=self._seconds, linger=self._linger))
             if not (worker.is_open or any(group.worker is worker for group in self._groups.values())):
@@ -331,14 +331,14 @@ class RolloutPool:
                 self._groups[key].samples[index] = state
         for lane, server, error in report.failures:
             self.on_engine_failure(server, error)
-            if lane in self._lanes:  # the worker has closed it there
+            if lane in self._lanes:  # the worker has closed the server in this lane
                 self._lanes[lane].set_up(server, self._lanes[lane].up[server])
         for number, prompt in report.prompts:
-            if number in self._prompts:  # else its caller was cancelled
+            if number in self._prompts:  # otherwise its caller was cancelled
                 _settle(self._prompts[number].rendered, prompt)
         assign_rows(report.trajectories, report.rows)
         for key, index, sample in report.samples:
-            if key in self._groups:  # else the failure of another worker has ended it
+            if key in self._groups:  # otherwise the failure of another worker has ended it
                 self._ended(self._groups[key], index, sample)
         self.on_change()
 
@@ -353,7 +353,7 @@ class RolloutPool:
 
 
 def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
-    """Sets the result or the error of a future, unless its caller was cancelled."""
+    """Sets a future's result or error, unless its caller was cancelled."""
     if future.done():
         return
     if isinstance(outcome, BaseException):
@@ -363,7 +363,7 @@ def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
 
 
 class Lane:
-    """Request slots of one kind of samples, over all workers. A server is closed until it is set up."""
+    """The request slots for one kind of samples, over all workers. A server is closed until it is set up."""
 
     def __init__(self, pool: RolloutPool, name: str, capacities: list[int]) -> None:
         self.name = name
@@ -372,7 +372,7 @@ class Lane:
         self.pool = pool
 
     def set_up(self, server: int, up: bool) -> None:
-        """Opens or closes a server for new requests. Running ones go on."""
+        """Opens or closes a server for new requests. Running requests continue."""
         self.up[server] = up
         for worker in self.pool.workers:
             worker.orders.servers[self.name, server] = up
@@ -380,32 +380,32 @@ class Lane:
         self.pool.on_change()
 
     def close(self) -> None:
-        """Ends the lane, if it has not ended. Its samples have."""
+        """Ends the lane, if it is open. Call it after its samples have ended."""
         self.pool.close_lane(self.name)
 
     def has_free_slot(self, key: str) -> bool:
-        """Returns whether a new group of an environment would be served at once."""
+        """Returns whether a new group of an environment would get a slot at once."""
         return any(self.pool.workers[index].num_free(self.name) > 0 for index in self.pool.homes(key))
 
     @property
     def used(self) -> list[int]:
-        """Request slots in use on each server."""
+        """Returns the number of request slots in use on each server."""
         states = [worker.lanes[self.name].used for worker in self.pool.workers if self.name in worker.lanes]
         return [sum(of_server) for of_server in zip(*states, strict=True)] or [0] * len(self.capacities)
 
     @property
     def num_used(self) -> int:
-        """Request slots in use."""
+        """Returns the number of request slots in use."""
         return sum(self.used)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a request slot."""
+        """Returns the number of samples that wait for a request slot."""
         return sum(worker.lanes[self.name].num_waiting for worker in self.pool.workers if self.name in worker.lanes)
 
     @property
     def idle_share(self) -> float:
-        """Share of running servers without a request, from 0 to 1."""
+        """Returns the share of running servers without a request, from 0 to 1."""
         used = [number for number, up in zip(self.used, self.up, strict=True) if up]
         return used.count(0) / len(used) if used else 0.0
 
@@ -419,7 +419,7 @@ class Lane:
 
 
 def _lost_sample(group: RunningGroup, index: int, error: Exception) -> Trajectory:
-    """Returns a sample that ended with its worker: cancelled, or as a failure of the environment."""
+    """Returns a sample that ended with its worker: as cancelled, or as an environment failure."""
     task = group.task.samples[index]
     sample = Trajectory(
         task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time(),

@@ -3,23 +3,25 @@
 Used inside worker processes. Owns the rules about special tokens: text from a chat template already contains its own,
 raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
 end-of-sequence token that the tokenizer added. Names of special tokens in the content of a message are text, not
-tokens: a page that a tool returns cannot begin a turn. For this a `BREAK` is put into each name before the template is
-rendered, and the pieces around it are tokenized one by one. `allow_special_tokens_in_content` leaves them out.
+tokens, so a page that a tool returns cannot begin a turn. For this, a `BREAK` is put into each name before the template
+is rendered, and the text is tokenized in pieces, split at the breaks. `allow_special_tokens_in_content` turns the
+breaks off.
 
-`Dialogue` owns the joins between turns. The sampled ids of an answer are kept as they are. The template renders the
-conversation up to the next prompt, and the text behind the answer is tokenized separately and appended: the end of the
-answer (if the model has not sampled it), the environment's messages, and the start of the next answer. So the ids of
-earlier turns are never made from text again, and a join adds no newline and no second beginning-of-sequence token.
+`Dialogue` owns the joins between turns. The sampled ids of a completion are kept as they are. The template renders the
+conversation up to the next prompt, and the text after the completion is tokenized separately and appended: the end of
+the completion (if the model has not sampled it), the environment's messages, and the start of the next completion. So
+the ids of earlier turns are never tokenized again from text, and a join adds no newline and no second
+beginning-of-sequence token.
 
 Each turn compares the conversation with what the template renders. A join that differs has a `Divergence`, which is
 counted for the trajectory. The sampled ids are kept in all cases but the last:
 
-- `whitespace`: the template trims or pads an answer.
-- `end_token`: the model ended with another token than the template puts behind an answer. Both stay.
-- `prompt_start`: the template starts an answer differently in the history than in a prompt.
+- `whitespace`: the template trims or pads a completion.
+- `end_token`: the model ended with another token than the template puts after a completion. Both stay.
+- `prompt_start`: the template starts a completion differently in the history than in a prompt.
 - `history`: the template changes earlier messages, mostly by removing reasoning.
-- `history` with `restarts`: the environment changed earlier messages, or the template leaves the answer out. Nothing
-  can be appended, so the whole next prompt is rendered, and the turns so far are a separate training sample.
+- `history` with `restarts`: the environment changed earlier messages, or the template leaves the completion out.
+  Nothing can be appended, so the whole next prompt is rendered, and the turns so far are a separate training sample.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
 
 CONTINUATION_ANCHOR = "0"
-"""Prefix for tokenizing a continuation: a character that merges with nothing that a template writes next."""
+"""Prefix for tokenizing a continuation: a character that merges with no text that a template writes next."""
 
 
 BREAK = "\ufdd0"
@@ -59,10 +61,10 @@ BREAK = "\ufdd0"
 
 @dataclass(slots=True, frozen=True)
 class RendererSpec:
-    """The tokenizer and the options of its chat template.
+    """A tokenizer and the options of its chat template.
 
-    `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id. The others are fields of the
-    configuration.
+    `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id. Other fields are named as in
+    the configuration.
     """
 
     tokenizer_path: str
@@ -75,19 +77,19 @@ class RendererSpec:
 
     @classmethod
     def from_config(cls, config: TelescopeConfig, folder: Path | None = None) -> RendererSpec:
-        """Returns the tokenizer of a run, or of a model's `folder`, and the options of its chat template."""
+        """Returns the spec of a run's tokenizer, or of the tokenizer in a model's `folder`."""
         options = {field.name: getattr(config, field.name) for field in fields(cls) if field.name != "tokenizer_path"}
         return cls(str(folder or config.model), **options)
 
 
 class TokenOutsideVocabularyError(ValueError):
-    """A prompt has a token for which the model has no embedding."""
+    """A prompt has a token without an embedding in the model."""
 
 
 class Renderer:
     """A tokenizer and the options of its chat template.
 
-    `tokenizer` replaces the one of `spec.tokenizer_path`, and then no file is read.
+    `tokenizer` replaces the tokenizer at `spec.tokenizer_path`; then no file is read.
     """
 
     def __init__(self, spec: RendererSpec, tokenizer: Any = None) -> None:
@@ -99,7 +101,7 @@ class Renderer:
         if spec.chat_template is not None:
             self.tokenizer.chat_template = spec.chat_template
         self.vocab_size: int | None = files.get("config.json", {}).get("vocab_size")
-        """Embeddings of the model. None if unknown."""
+        """Number of the model's embeddings. None if unknown."""
         added = tokenizer.added_tokens_decoder
         self._added = {token_id: str(token) for token_id, token in added.items()}
         special = {token_id for token_id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
@@ -108,7 +110,7 @@ class Renderer:
         self._control_ids = special | shaped
         self._names = _pattern_of(map(self.name_of, self._control_ids))
         self._names_in_answers = _pattern_of(map(self.name_of, special))
-        """An answer that is rendered again keeps tool calls in tokens that are not flagged as special."""
+        """A completion that is rendered again keeps tool calls in tokens that are not flagged as special."""
         self._results: ToolResults | None = None
         self.stops = find_stops(self, files)
         self._end_ids = self._control_ids | set(self.stops.token_ids)
@@ -117,17 +119,17 @@ class Renderer:
 
     @property
     def eos_token(self) -> str:
-        """The token that ends an answer: that of the chat template, else that of the tokenizer."""
+        """Returns the token that ends a completion: the chat template's, else the tokenizer's."""
         ends = self.stops.token_ids
         return self.tokenizer.decode([ends[0]]) if ends else ""
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, so that a text has at least its length over this of tokens."""
+        """Returns the length of the longest token in characters. A text has at least its length over this in tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def has_embedding(self, token_id: int) -> bool:
-        """Returns whether the model has the token. True if its vocabulary is not known."""
+        """Returns whether the model has the token. True if the model's vocabulary is unknown."""
         return self.vocab_size is None or token_id < self.vocab_size
 
     def name_of(self, token_id: int) -> str:
@@ -135,11 +137,11 @@ class Renderer:
         return self._added.get(token_id) or str(self.tokenizer.decode([token_id]))
 
     def control_ids(self, text: str) -> list[int]:
-        """Returns ids of the control tokens in a text, in order."""
+        """Returns the ids of the control tokens in a text, in order."""
         return [token_id for token_id in self._encode_text(text) if token_id in self._control_ids]
 
     def neutral(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Returns messages with a `BREAK` in the names of special tokens, unless the configuration allows them."""
+        """Returns messages with a `BREAK` in the names of special tokens, unless the configuration allows the names."""
         if self.spec.allow_special_tokens_in_content:
             return list(messages)
         return [
@@ -149,7 +151,7 @@ class Renderer:
         ]
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
-        """Returns the text of a prompt, from the environment's `format_prompt`."""
+        """Returns a prompt's text from the environment's `format_prompt`."""
         tokenizer = self.tokenizer
         options: dict[str, Any] = {"enable_thinking": self.spec.enable_thinking}
         if environment.uses_chat_template:
@@ -164,13 +166,13 @@ class Renderer:
         return text
 
     def _apply_chat_template(self, conversation: Any, *arguments: Any, tokenize: bool = True, **options: Any) -> Any:
-        """Replaces the tokenizer's method in `format_prompt`. Puts breaks into what is rendered as text."""
+        """Replaces the tokenizer's method in `format_prompt`. Puts breaks into text that it renders."""
         if not tokenize:
             conversation = self.neutral(serialize_messages(conversation, "build_messages"))
         return self.tokenizer.apply_chat_template(conversation, *arguments, tokenize=tokenize, **options)
 
     def chat_text(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> str:
-        """Renders a conversation, with the schemas of tools, up to the start of the model's next answer.
+        """Renders a conversation, with tool schemas, up to the start of the model's next completion.
 
         The text has breaks (`BREAK`).
         """
@@ -200,9 +202,9 @@ class Renderer:
         return self._results.render(shown, render) if self._results else render(shown)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Returns token ids of a text that follows other text.
+        """Returns the token ids of a text that follows other text.
 
-        They contain no special tokens, and not the space that some tokenizers add before a text.
+        Omits special tokens, and the space that some tokenizers add before a text.
         """
         return self._with_embeddings([token_id for piece in text.split(BREAK) for token_id in self._continued(piece)])
 
@@ -224,19 +226,19 @@ class Renderer:
         return ids
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:
-        """Returns token ids of a prompt. Raises `TokenOutsideVocabularyError`."""
+        """Returns a prompt's token ids. Raises `TokenOutsideVocabularyError`."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         written = from_template or (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
         first, *rest = text.split(BREAK)
         ids = self._encode_text(first, add_special_tokens=not written)
         if not written and eos is not None and ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token):
-            ids.pop()  # some tokenizers end every text with EOS; a prompt must not end
+            ids.pop()  # some tokenizers append EOS to every text; a prompt must not have it
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids.pop(0)
         return self._with_embeddings([*ids, *(token_id for piece in rest for token_id in self._continued(piece))])
 
     def decode(self, token_ids: Sequence[int], *, cut_end_token: bool) -> str:
-        """Returns the text of a completion. `cut_end_token` removes the end of an answer that the model ended."""
+        """Returns a completion's text. `cut_end_token` removes the end token of a completion that the model ended."""
         texts = self.stops.texts if cut_end_token else ()
         if cut_end_token and token_ids and token_ids[-1] in self._end_ids:
             token_ids, texts = token_ids[:-1], ()
@@ -245,7 +247,7 @@ class Renderer:
 
 
 def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
-    """Loads a tokenizer, and the model's files that name its end tokens and the size of its vocabulary."""
+    """Loads a tokenizer, and the model's files that name its end tokens and its vocabulary size."""
     from telescope.rollout.tokenizer_files import load_tokenizer, model_folder, read_json  # `tokenizers` is of `train`
 
     name = spec.tokenizer_path
@@ -259,7 +261,7 @@ def _load(spec: RendererSpec) -> tuple[Any, dict[str, Mapping[str, Any]]]:
 
 
 def _pattern_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of the first character of each name, of overlapping ones too."""
+    """Returns a pattern that matches the first character of each name, also of overlapping names."""
     rests: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if len(name) > 1:
@@ -277,11 +279,11 @@ def _with_breaks(value: Any, names: re.Pattern[str]) -> Any:
 
 
 def _with_break(name: re.Match[str]) -> str:
-    return name[0] + BREAK  # as a template string, it would be looked up by a pattern whose hash takes long
+    return name[0] + BREAK  # a template string would be looked up by a pattern that is slow to hash
 
 
 def without_breaks(text: str) -> str:
-    """Returns a rendered text as the model reads it."""
+    """Returns a rendered text without breaks, as the model reads it."""
     return text.replace(BREAK, "")
 
 
@@ -296,7 +298,7 @@ class Divergence(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Extension:
-    """Token ids that follow an answer in the next prompt. With `restarts`, the whole next prompt."""
+    """The token ids between a completion and the next one. With `restarts`, the whole next prompt."""
 
     token_ids: list[int]
     restarts: bool = False
@@ -307,7 +309,7 @@ class Extension:
 class Dialogue:
     """One conversation. `interleaved` False renders every prompt from the start (`interleaved_rollouts: false`).
 
-    With `thinking_prefix` every prompt ends with an opening `<think>`; `opening` is that part of the answer.
+    With `thinking_prefix` every prompt ends with `<think>`; `opening` is this prefix, which belongs to the completion.
     """
 
     renderer: Renderer
@@ -322,16 +324,16 @@ class Dialogue:
         self._shown = ""
         """Text of the model's last prompt."""
         self._turn: tuple[int, list[int]] = (0, [])
-        """The last turn in the last prompt: where it begins in the rendered text, and its token ids."""
+        """Where the last turn begins in the rendered text of the last prompt, and its token ids."""
 
     @property
     def opened(self) -> str:
-        """The tag that opens reasoning at the end of the model's last prompt, if there is one."""
+        """Returns the tag that opens reasoning at the end of the last prompt, if there is one."""
         return opening_tag(self._shown)
 
     def branch(self) -> Dialogue:
-        """Returns an independent copy, for another answer to the same prompt."""
-        return copy.copy(self)  # what it holds is replaced, never changed
+        """Returns an independent copy, for another completion of the same prompt."""
+        return copy.copy(self)  # a shallow copy is enough: fields are replaced, never modified
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
@@ -346,11 +348,11 @@ class Dialogue:
     def extend(
         self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
     ) -> Extension:
-        """Returns what follows the model's last answer in the next prompt.
+        """Returns the token ids after the model's last completion in the next prompt.
 
-        `answer` is that answer decoded without its end token, `answer_token_ids` are the sampled ids, `ended` is
-        whether the model ended it itself; `messages` are the whole conversation of the next prompt. Raises errors of
-        the template.
+        `answer` is that completion decoded without its end token, `answer_token_ids` are its sampled ids, `ended` is
+        whether the model ended it. `messages` are the whole conversation of the next prompt. Raises errors of the
+        template.
         """
         position = len(self._messages)
         spoken = [*self._messages, assistant_message(self.opening + answer)]
@@ -369,7 +371,7 @@ class Dialogue:
             end = self.renderer.decode(answer_token_ids, cut_end_token=False)[len(answer) :]
             if token_ids[:1] == [answer_token_ids[-1]]:
                 token_ids = token_ids[1:]
-            elif end and behind.startswith(end):  # a text ended the answer
+            elif end and behind.startswith(end):  # a stop text ended the completion
                 token_ids = self.renderer.encode_continuation(behind[len(end) :])
             else:
                 divergence = Divergence.END_TOKEN
@@ -377,9 +379,9 @@ class Dialogue:
         turn = len(before)
         written = before + answer + behind
         if (before := without_breaks(before)) != self._shown:
-            turn -= max(0, len(before) - len(self._shown))  # what the template writes only in the history
+            turn -= max(0, len(before) - len(self._shown))  # text that the template writes only in the history
             sent = self._shown + answer + without_breaks(behind)
-            # Reasoning in the answer may be what the template writes before one that has none.
+            # The completion's reasoning may equal what the template writes before one without reasoning.
             is_plain = _same(before, self._shown) or strip_think_tags(answer) == answer
             rendered = written if is_plain else self._text(self._messages) + self.opening
             if not _same(without_breaks(rendered), sent):
@@ -387,7 +389,7 @@ class Dialogue:
                 divergence = Divergence.PROMPT_START if is_start else Divergence.HISTORY
             else:
                 written = rendered
-                # Such texts may have equal tokens: some tokenizers merge a space into the first token.
+                # These texts may have equal tokens: some tokenizers merge a space into the first token.
                 start, ids = self._turn
                 is_other = without_breaks(rendered) != sent
                 if is_other and self.renderer.encode_continuation(rendered[start:]) != [*ids, *turn_ids]:
@@ -402,18 +404,18 @@ class Dialogue:
         return Extension(self.begin(self._messages), restarts=True, divergence=divergence)
 
     def _around_answer(self, position: int) -> tuple[str, str, str]:
-        """Returns the template's text before and after the answer at `position`, and what stands for it between."""
+        """Returns the rendered text before the completion at `position`, its placeholder, and the text after it."""
         messages = list(self._messages)
         messages[position] = {**messages[position], "content": self.opening + ANSWER}
         before, found, behind = (self._text(messages) + self.opening).rpartition(ANSWER)
-        return before, found, behind.removeprefix('"')  # with_channels_as_fields: the answer is a JSON string
+        return before, found, behind.removeprefix('"')  # with_channels_as_fields: the completion is a JSON string
 
 
 def _same(text: str, other: str) -> bool:
-    """Compares two texts without their white space."""
+    """Compares two texts, ignoring white space."""
     end = min(len(text), len(other))
     start = bisect_left(range(end), True, key=lambda i: text[: i + 1] != other[: i + 1])
-    # Long conversations mostly differ where they begin to: that is seen without splitting all of them.
+    # Long conversations mostly differ near their first difference, so the whole texts are rarely split.
     for stop in (start + 1_000, None):
         own, its = ("".join(each[start:stop].split()) for each in (text, other))
         if not (own.startswith(its) or its.startswith(own)):
@@ -424,9 +426,9 @@ def _same(text: str, other: str) -> bool:
 def lost_message(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
 ) -> str | None:
-    """Returns which message never reaches the model. None if all do. Raises errors of the template.
+    """Returns the message that never reaches the model. None if all do. Raises errors of the template.
 
-    Answers are not tried with `tools` or before a result: a template may write a call in another form.
+    Skips completions when there are `tools` or a result follows, because a template may write a call in another form.
     """
     marks = {
         i: f"0telescope{i}message0"

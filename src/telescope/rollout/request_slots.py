@@ -1,7 +1,7 @@
-"""Request slots: limits the samples that generate on each server at once.
+"""Request slots limit how many samples generate on each server at once.
 
-Owns the counts, the choice of server and the order of waiters; knows nothing of HTTP, Ray or tokens. A group stays on
-one server so that its prompt is prefilled once; a server that is down gets no samples, and its groups move. A later
+Owns the counts, the choice of server and the order of waiters. Knows nothing of HTTP, Ray or tokens. A group stays on
+one server so that its prompt is prefilled once. A server that is down gets no samples, and its groups move. A later
 turn of a running rollout is served before a new sample.
 
 Invariants: 0 <= used <= capacity on every server; a lease is released exactly once.
@@ -22,7 +22,7 @@ from telescope.errors import DeadlineExceeded
 
 @dataclass(eq=False)
 class Lease:
-    """One request slot of one server, until it is released. It permits the generation of one sample there."""
+    """One request slot of one server, until released. It permits the generation of one sample there."""
 
     server: int
     slot: int
@@ -30,13 +30,13 @@ class Lease:
 
 
 class RequestSlots(Protocol):
-    """Interface of the request slots for rollouts."""
+    """The interface through which rollouts get request slots."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot. `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
+        """Waits for a slot. `turn` counts from 0; later turns go first. Raises DeadlineExceeded."""
 
     def release(self, lease: Lease) -> None:
-        """Releases a slot; call it exactly once."""
+        """Releases a slot. Call it exactly once."""
 
     def forget_group(self, group: int) -> None:
         """Unbinds a finished group from its server."""
@@ -44,7 +44,7 @@ class RequestSlots(Protocol):
 
 @dataclass
 class ServerSlots:
-    """The slots of one server. `up` is false while it is stopped, restarting, or without the current weights."""
+    """The slots of one server. `up` is False while it is stopped, restarting, or without the current weights."""
 
     capacity: int
     up: bool = False
@@ -72,7 +72,7 @@ class RequestSlotPool:
 
     def __init__(self, capacities: list[int]) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        """Called for free slots and changes of servers."""
+        """Called when slots become free or servers change."""
         self.servers = [ServerSlots(capacity) for capacity in capacities]
         self._server_of_group: dict[int, int] = {}
         self._waiters: list[_Waiter] = []
@@ -89,7 +89,7 @@ class RequestSlotPool:
         except BaseException as error:
             # Cancelled or timed out. The slot may have been assigned in the same iteration, so release it.
             if waiter.future.done() and not waiter.future.cancelled():
-                RequestSlotPool.release(self, waiter.future.result())  # a subclass releases for a sample
+                RequestSlotPool.release(self, waiter.future.result())  # not self.release: subclasses release per sample
             waiter.future.cancel()
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
@@ -98,7 +98,7 @@ class RequestSlotPool:
             raise
 
     def release(self, lease: Lease) -> None:
-        """Releases a slot. A second release of the same lease is a bug."""
+        """Releases a slot. Releasing the same lease twice is a bug."""
         assert not lease.released, "a request slot was released twice"
         lease.released = True
         server = self.servers[lease.server]
@@ -121,15 +121,15 @@ class RequestSlotPool:
 
     @property
     def has_free_slot(self) -> bool:
-        """Returns whether a new group would be served at once.
+        """Returns whether a new group would get a slot at once.
 
-        Samples may still wait: their groups are bound to a full server, and cannot use the free slot.
+        Samples may be waiting all the same, if their groups are bound to a full server and cannot use the free slot.
         """
         return any(server.up and server.num_free for server in self.servers)
 
     @property
     def num_free(self) -> int:
-        """Free slots of servers that are up."""
+        """Returns the number of free slots on servers that are up."""
         return sum(server.num_free for server in self.servers if server.up)
 
     @property
@@ -180,12 +180,10 @@ class RequestSlotPool:
 
 
 class GroupSlotPool(RequestSlotPool):
-    """Request slots for `enable_individual_sample_lanes: false`.
+    """Request slots of whole groups, for `enable_individual_sample_lanes: false`.
 
-    A group has one slot from its first sample to its last.
-
-    Capacities count groups. All samples of a group share its slot; when its server goes down, the group gets a slot on
-    another server.
+    A group holds one slot from its first sample to its last, and all of its samples share it. Capacities count groups.
+    When the server goes down, the group gets a slot on another server.
     """
 
     def __init__(self, capacities: list[int]) -> None:
@@ -208,7 +206,7 @@ class GroupSlotPool(RequestSlotPool):
         return Lease(lease.server, lease.slot)
 
     def release(self, lease: Lease) -> None:
-        """Ends a sample's use of the slot. The group keeps it until `forget_group`."""
+        """Ends a sample's use of the slot. The group keeps the slot until `forget_group`."""
         assert not lease.released, "a request slot was released twice"
         lease.released = True
 
@@ -228,11 +226,11 @@ class GroupSlotPool(RequestSlotPool):
 
 
 def share_slots(capacities: list[int], num_workers: int, group_size: int) -> list[list[int]]:
-    """Divides the slots of each server [S] among workers. Returns the slots of each worker on each server [W][S].
+    """Divides the slots of each server [S] among workers. Returns each worker's slots on each server [W][S].
 
-    A worker has two servers where there are enough slots for two groups or more on both, and as many slots there as
-    possible: in a small share, samples of a group wait for each other, which delays its batch. Else it has the slots of
-    two groups on one server, of one where there are not enough for all, or none.
+    A worker gets two servers if they have enough slots for at least two groups per worker, with shares as large as
+    possible: in a small share, samples of a group wait for each other, which delays its batch. Otherwise it gets slots
+    for two groups on one server, or for one group where there are too few slots for all, or none.
     """
     shares = [[0] * len(capacities) for _ in range(num_workers)]
 
@@ -254,7 +252,7 @@ def share_slots(capacities: list[int], num_workers: int, group_size: int) -> lis
 
 
 def slots_per_server(config: TelescopeConfig) -> int:
-    """Returns the request slots of a server for the rollouts of training, of samples or of groups (`GroupSlotPool`)."""
+    """Returns a server's request slots for training rollouts: samples, or groups with `GroupSlotPool`."""
     return (
         config.lanes_per_server if config.enable_individual_sample_lanes else config.max_concurrent_prompts_per_server
     )

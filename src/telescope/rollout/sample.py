@@ -1,10 +1,10 @@
-"""One sample from prompt to scored trajectory: turns of the policy, which a rollout of the environment asks for.
+"""Runs one sample from prompt to scored trajectory: the turns of the policy that an environment's rollout asks for.
 
-Owns the trajectory and the retries after infrastructure failures. The environment's rollout, be it the turn loop
-(`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers come
-in through protocols (`request_slots`, `inference.base`).
+Owns the trajectory and the retries after infrastructure failures. The environment's rollout, either the turn loop
+(`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers are
+passed in as protocols (`request_slots`, `inference.base`).
 
-Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
+Three kinds of failure are kept apart: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
 state is lost, with its worker process or a sandbox, begins again, which also counts as a retry.
 
@@ -40,12 +40,12 @@ MAX_INFRASTRUCTURE_RETRIES = 3
 
 
 ATTEMPTS_OF_A_WORKER = 1000
-"""More than the retries of a sample in one worker, so that another worker uses other request ids."""
+"""More than a sample's retries in one worker, so that another worker uses other request ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """Sampling parameters. `max_context` bounds prompt and answer together, in tokens."""
+    """Sampling parameters. `max_context` limits prompt and completion together, in tokens."""
 
     temperature: float
     top_p: float | None
@@ -56,7 +56,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """Settings of a rollout besides its prompt. Times are in seconds."""
+    """Settings of a rollout, without its prompt. Times are in seconds."""
 
     sampling: SamplingSettings
     free_lane_after_generation: bool
@@ -64,7 +64,7 @@ class RolloutSettings:
     max_infrastructure_retries: int
     for_eval: bool = False
     interleaved: bool = True
-    """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
+    """Whether later turns extend the token ids of earlier ones (`interleaved_rollouts`) instead of rendering again."""
 
     @classmethod
     def from_config(cls, config: TelescopeConfig, stops: Stops = NO_STOPS) -> RolloutSettings:
@@ -74,7 +74,7 @@ class RolloutSettings:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 max_tokens=config.max_tokens,
-                # The engine's limit and, unless samples may be truncated, the trainer's: longer answers end with
+                # The engine's limit and, unless samples may be truncated, the trainer's: longer completions end with
                 # `length`.
                 max_context=config.max_model_len
                 if config.overlong_samples == "truncate"
@@ -105,21 +105,21 @@ class RolloutTask:
     lost: tuple[int, ...] = ()
     """Sampled tokens, as far as known, in each rollout worker that was lost while it ran this sample."""
     payload: Any = None
-    """What belongs to the prompt besides its ids (`GenerateRequest.payload`)."""
+    """Further data of the prompt besides its ids (`GenerateRequest.payload`)."""
 
 
 def request_seed(run_seed: int | str, *identity: int | str) -> int:
-    """Returns a seed of 31 bits from the run's seed and the request's identity, whatever the order of arrival."""
+    """Returns a 31-bit seed from the run's seed and the request's identity. Independent of the order of arrival."""
     text = "/".join(str(part) for part in (run_seed, *identity))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
 
 class Environments(Protocol):
-    """The environments of a rollout worker, by their keys. Calls raise `EnvironmentFailure` for faults of user code."""
+    """The environments of a rollout worker by key. Calls raise `EnvironmentFailure` for faults of user code."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether user code hangs past its deadline, and keeps a thread of this process."""
+        """Returns whether user code hangs past its deadline and blocks a thread of this process."""
         ...
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
@@ -127,12 +127,12 @@ class Environments(Protocol):
         ...
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        """Runs the environment's rollout, which samples turns of this one. Returns its score."""
+        """Runs the environment's rollout, which samples turns through `rollout`. Returns the score."""
         ...
 
 
 class Prompts(Protocol):
-    """What describes environments and renders their prompts."""
+    """Describes environments and renders their prompts."""
 
     async def describe(self, env_key: str) -> EnvironmentInfo:
         """Returns the description of an environment."""
@@ -147,7 +147,7 @@ class Rollout:
     """One running sample. `trajectory` grows until `run` returns it.
 
     After `cancel`, `run` returns as soon as possible, with the tokens so far. Samples with the same `slot_key` share a
-    server. `on_progress` is called when a request has a slot, and when a turn has ended.
+    server. `on_progress` is called when a request gets a slot and when a turn ends.
     """
 
     def __init__(
@@ -178,20 +178,20 @@ class Rollout:
         self._in_engine: dict[str, tuple[int, int]] = {}
         """Server of each running request, and the policy version that it had when the request was sent."""
         self._num_sampled = 0
-        """Turns that the rollout has asked for since it began."""
+        """Number of turns that the rollout has asked for since it began."""
         self._kept: Lease | None = None
-        """Slot of the last turn, which is kept while the environment replies."""
+        """Slot of the last turn, if it is kept while the environment replies."""
         self._running: asyncio.Task[Any] | None = None
 
     @property
     def label(self) -> str:
-        """What error messages call it."""
+        """Returns the sample's name in error messages."""
         return f"environment {self.task.environment_key!r}, item {self.task.item_index}"
 
     async def run(self) -> Trajectory:
         """Runs the sample to its end: scored, masked or cancelled.
 
-        Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `slot_timeout`.
+        Raises DeadlineExceeded, an error of the run, when no request slot becomes free within `slot_timeout`.
         """
         trajectory = self.trajectory
         self._running = asyncio.current_task()
@@ -212,7 +212,7 @@ class Rollout:
         return trajectory
 
     def cancel(self) -> list[tuple[int, str]]:
-        """Cancels the sample. Returns (server, request id) of the requests that the caller must abort in the engines.
+        """Cancels the sample. Returns (server, request id) of each request that the caller must abort in the engines.
 
         The sample ends when they end. Without any, its current wait is cancelled here.
         """
@@ -224,7 +224,7 @@ class Rollout:
     def oldest_version(self) -> int | None:
         """Returns the policy version of the sample's oldest trained token. None while it has none.
 
-        A request in the engine counts with the version that its server had when it was sent.
+        A request in the engine counts with its server's version when it was sent.
         """
         oldest = self.trajectory.version_range[0]
         versions = [oldest] if oldest >= 0 else []
@@ -281,7 +281,7 @@ class Rollout:
         return len(trajectory.turns) - 1
 
     def may_retry(self) -> bool:
-        """Counts a failure of the infrastructure. Returns whether the sample may go on."""
+        """Counts an infrastructure failure. Returns whether the sample may continue."""
         self.trajectory.num_infrastructure_retries += 1
         return self.trajectory.num_infrastructure_retries <= self.settings.max_infrastructure_retries
 
@@ -292,7 +292,7 @@ class Rollout:
             self._kept = None
 
     async def _run_with_retries(self) -> None:
-        """Runs the environment's rollout, and again if its state is lost because of infrastructure."""
+        """Runs the environment's rollout. Runs it again if infrastructure failures lose its state."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
@@ -326,8 +326,7 @@ class Rollout:
         routes_start: int,
         stop: Sequence[str] = (),
     ) -> tuple[Lease, Generation]:
-        """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
-        released."""
+        """Samples one turn. Retries in a new slot after infrastructure failures. Does not release the returned slot."""
         task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
         while True:
@@ -370,7 +369,7 @@ class Rollout:
                     raise InfrastructureError(f"server {lease.server}, request {request.request_id}: {problem}")
                 return lease, generation
             except InfrastructureError as error:
-                # Reported first, so that the slot does not go to a waiter while its server is down.
+                # Reported before the slot is released, so that no waiter gets a slot of a server that is down.
                 self._on_engine_failure(lease.server, error)
                 self._slots.release(lease)
                 trajectory.failed_requests.append(num_seen)
@@ -383,10 +382,10 @@ class Rollout:
 
 
 def _problem_with(request: GenerateRequest, generation: Generation, loaded_version: int) -> str | None:
-    """Returns what is wrong with an answer. None if it can be used.
+    """Returns why a generation cannot be used. None if it can.
 
-    `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
-    that has restarted with the initial weights and is not detected yet.
+    `loaded_version` is the server's policy version when the request was sent. An older version means that the server
+    has restarted with the initial weights and this has not been noticed yet.
     """
     if generation.finish_reason == "abort":
         return "the server aborted it"

@@ -1,6 +1,6 @@
-"""Rows of the record that belong to one sample: its turns, tool calls, notes and spans.
+"""Builds a sample's rows of the record: turns, tool calls, notes and spans.
 
-A rollout worker encodes those of a report together, so that the driver builds only the samples' own rows.
+A rollout worker encodes the rows of all samples in a report together, so the driver builds only the rows of `samples`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Encoded = dict[str, tuple[bytes, list[int]]]
 
 
 def encode_rows(samples: Sequence[Trajectory], warned: set[str]) -> Encoded:
-    """Encodes the rows of ended samples together, and drops from the samples what only these have.
+    """Encodes the rows of ended samples together, and clears the fields that only these rows need.
 
     Warns of values that do not fit, once for each column that is not in `warned` yet.
     """
@@ -41,7 +41,7 @@ def encode_rows(samples: Sequence[Trajectory], warned: set[str]) -> Encoded:
 
 
 def assign_rows(samples: Sequence[Trajectory], encoded: Encoded) -> None:
-    """Gives samples their `rows`, which `encode_rows` encoded."""
+    """Gives samples their `rows` from the result of `encode_rows`."""
     for table, (message, counts) in encoded.items():
         batch, first = decode(TABLES[table], message), 0
         for sample, count in zip(samples, counts, strict=True):
@@ -51,10 +51,10 @@ def assign_rows(samples: Sequence[Trajectory], encoded: Encoded) -> None:
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `turns`: messages of model and environment in order."""
+    """Returns the rows of `turns`: the messages of model and environment in order."""
     rows: list[dict[str, Any]] = []
     answers: list[int] = []
-    """Row of each answer."""
+    """Row of each completion."""
 
     def add(role: str, text: str, num_tokens: int, started_at: float, ended_at: float, **of_reply: Any) -> None:
         message = {"role": role, "text": text, "num_tokens": num_tokens, "started_at": started_at, "ended_at": ended_at}
@@ -80,9 +80,9 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the rows of `tool_calls`."""
     rows: list[dict[str, Any]] = []
-    firsts = [0, *accumulate(len(turn.replies) + 1 for turn in sample.turns)]  # row of `turns` with which each begins
+    firsts = [0, *accumulate(len(turn.replies) + 1 for turn in sample.turns)]  # first row in `turns` of each turn
     following: dict[int | None, list[tuple[int, str]]] = {}
-    is_loop = bool(sample.turns) and not sample.turns[0].replies  # then a turn that restarts follows the one before
+    is_loop = bool(sample.turns) and not sample.turns[0].replies  # then a turn that restarts follows the turn before it
     for index, turn in enumerate(sample.turns):
         before = index - 1 if turn.parent is None and is_loop else turn.parent
         following.setdefault(before, _results(turn, firsts[index]))
@@ -98,7 +98,7 @@ def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 
 def _results(turn: Turn, first: int) -> list[tuple[int, str]]:
-    """Returns the messages with results of tools before an answer, by their rows of `turns`, which begin at `first`."""
+    """Returns the tool results before a completion, with their rows in `turns`. The first message is row `first`."""
     replies = enumerate(turn.replies, first)
     return [(row, reply[1]) for row, reply in replies if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
 
@@ -122,14 +122,14 @@ def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 
 def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the spans of a sample: of each turn, the generation and the environment's reply with its tool calls.
+    """Returns a sample's spans: per turn the generation, and the environment's reply with its tool calls.
 
-    There is no reply while other calls of the sample run, and that to the last turn is the reward. Durations of tool
-    calls are measured, their starts are not: the calls of a turn are placed one after the other, or all at the start of
+    While other calls of the sample run there is no reply. The reply to the last turn is the reward. Durations of tool
+    calls are measured, but not their starts: the calls of a turn are placed one after the other, or all at the start of
     the reply if they took longer than it in total.
     """
     rows = []
-    # Turns are in the order of their ends: the next request is the first of those that end later.
+    # Turns are sorted by their end: the next request is the earliest start among the later turns.
     starts = [sample.finished_at, *accumulate((turn.started_at for turn in sample.turns[:0:-1]), min)][::-1]
     for index, (turn, replied_at) in enumerate(zip(sample.turns, starts, strict=False)):
         is_last = index == len(sample.turns) - 1

@@ -1,6 +1,6 @@
-"""Rows of the record about sandboxes: a span for each call of a provider, and gauges over all rollout workers.
+"""Rows of the record about sandboxes: a span per provider call, and gauges over all rollout workers.
 
-A worker encodes the spans, so that the driver does nothing per call.
+A worker encodes the spans, so the driver does no work per call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ GAUGE_SECONDS = 5.0
 """Interval of the gauges."""
 
 NAMES = {"execute": "exec", "upload_bytes": "upload", "upload_file": "upload", "read_bytes": "read"}
-"""Names of operations in the record; a method that is not here keeps its own."""
+"""Names of operations in the record. Other methods keep their own names."""
 
 TOTALS = {"create": "sandbox_creates_total", "exec": "sandbox_execs_total"}
-"""Gauges that count operations without failure."""
+"""Gauges that count successful operations."""
 
 
 @dataclass(slots=True)
 class SandboxNews:
-    """What a worker did with sandboxes since its last report, and how many it has by provider."""
+    """A worker's sandbox activity since its last report, and its number of sandboxes by provider."""
 
     spans: bytes | None
     """Encoded rows of `spans`."""
@@ -37,7 +37,7 @@ class SandboxNews:
 
 
 def sandbox_news(activity: Activity, worker: int) -> SandboxNews | None:
-    """Takes the news of an activity. None if it has never been used."""
+    """Returns the activity since the last call. None if there never was any."""
     spans, counts, alive = activity.take()
     if not (counts or alive):
         return None
@@ -58,18 +58,18 @@ def _span_row(span: SandboxSpan, worker: int) -> dict[str, Any]:
 
 
 class SandboxRecord:
-    """The driver's side: writes the spans of all workers as they come, and gauges in intervals, from the first use."""
+    """The driver's side: writes the workers' spans as they arrive, and gauges at intervals from the first use."""
 
     def __init__(self, write: Callable[[str, dict[str, Any] | Batch], None]) -> None:
         self._write = write
         self._alive: dict[int, dict[str, int]] = {}
-        """By worker and provider."""
+        """Live sandboxes by worker and provider."""
         self._totals: Counter[tuple[str, str, str, str]] = Counter()
-        """By gauge, provider, operation and error."""
+        """Totals by gauge, provider, operation and error."""
         self._due = 0.0
 
     def add(self, worker: int, news: SandboxNews | None) -> None:
-        """Adds the news of a worker."""
+        """Adds a worker's news."""
         if news is not None:
             self._alive[worker] = news.alive
             if news.spans is not None:
@@ -84,7 +84,7 @@ class SandboxRecord:
             self.write_gauges()
 
     def lost(self, worker: int) -> None:
-        """Forgets the sandboxes of a worker that was lost."""
+        """Forgets the sandboxes of a lost worker."""
         self._alive.pop(worker, None)
 
     def write_gauges(self) -> None:
@@ -94,7 +94,7 @@ class SandboxRecord:
         for of_worker in self._alive.values():
             alive.update(of_worker)
         values = {("sandboxes_alive", provider, "", ""): number for provider, number in alive.items()}
-        for name in TOTALS.values():  # a counter begins at 0, else its first growth is not seen
+        for name in TOTALS.values():  # a counter must begin at 0, or its first increase would be invisible
             values |= {(name, provider, "", ""): 0 for provider in alive}
         for (name, provider, operation, error), number in (values | self._totals).items():
             labels = {"provider": provider} | ({"operation": operation, "error": error} if error else {})

@@ -1,10 +1,11 @@
-"""Finds what ends an answer: token ids, or a text for a chat template without special tokens.
+"""Finds what ends a completion: token ids, or a text for a chat template without special tokens.
 
-The template is asked first, because `eos_token` of a tokenizer may be another token: the base models of Qwen 2.5 end a
-document with `<|endoftext|>`, while their template ends a turn with `<|im_end|>`. An answer is rendered, and the first
-special token behind it ends an answer, as does the last one behind a tool call. Where a template writes nothing behind
-the last answer (GLM), it is what follows one in the history. Text before that token, or without one, ends an answer
-too: a tokenizer may lack the tokens of a template. The end tokens that the model's files name are added.
+The template is asked first, because a tokenizer's `eos_token` may be another token: the base models of Qwen 2.5 end a
+document with `<|endoftext|>`, while their template ends a turn with `<|im_end|>`. A completion is rendered, and the
+first special token after it ends completions, as does the last one after a tool call. If a template writes nothing
+after the last completion (GLM), the token after one in the history is used. Text before that token, or without such a
+token, ends a completion too, because a tokenizer may lack the tokens of a template. The end tokens that the model's
+files name are added.
 
 Some templates refuse a conversation without a system message, others one with it, so both are tried.
 """
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from telescope.rollout.rendering import Renderer
 
 ANSWER = "0telescope0answer0"
-"""Stands for an answer while the template is rendered: text that no template trims, splits or parses."""
+"""Placeholder for a completion while the template is rendered: text that no template trims, splits or parses."""
 REPLY = "0telescope0reply0"
-"""Stands for the message after it."""
+"""Placeholder for the message after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends an answer. `description` names each end and its source."""
+    """The ends of a completion. `description` names each end and its source."""
 
     token_ids: Sequence[int] = ()
     texts: Sequence[str] = ()
@@ -78,7 +79,7 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
 
 
 def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
-    """Returns what ends an answer in the template, or why nothing was found."""
+    """Returns the ends of a completion in the template, or why none was found."""
     answer, question = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "Why?"}
     function = {"name": "look_up", "arguments": {"word": ANSWER}}
     call = {
@@ -92,7 +93,7 @@ def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
     def behind(*messages: dict[str, Any]) -> str:
         try:
             text: str = renderer.render(messages, add_generation_prompt=False)
-        except Exception as error:  # a template may raise whatever Python raises
+        except Exception as error:  # a template may raise any exception
             problems.append(" ".join(str(error).split()) or type(error).__name__)
             return ""
         return text.rpartition(ANSWER)[2] if ANSWER in text else ""

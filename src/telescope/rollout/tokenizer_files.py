@@ -1,9 +1,9 @@
-"""Reads a model's tokenizer, so that it gives the ids that transformers would give.
+"""Reads a model's tokenizer so that it gives the same ids as transformers.
 
-transformers takes tokenizer.json as it is written for some models. For most it takes only vocabulary, merges and
-post-processor, and builds the rest as the class of the tokenizer says: `_rebuild`. Where a class of pieces with spaces
-(Llama 2) is named beside a tokenizer.json of bytes, as DeepSeek does, transformers would lose text, unless it knows the
-model; the file is right and is taken as it is written.
+For some models transformers uses tokenizer.json unchanged. For most it uses only the vocabulary, merges and
+post-processor, and builds the rest according to the tokenizer's class: `_rebuild`. If a class of pieces with spaces
+(Llama 2) is declared for a byte-level tokenizer.json, as DeepSeek does, transformers would lose text unless it knows
+the model; the file is right and is used unchanged.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FILES = (
 """Files of a model that are read here or by a renderer."""
 
 PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-"""Values of `tokenizer_class`, without "Fast", for which transformers uses tokenizer.json as it is written."""
+"""Values of `tokenizer_class`, without "Fast", for which transformers uses tokenizer.json unchanged."""
 PLAIN_MODELS = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid", "internlm2", "jamba", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe",
     "stablelm",
 )  # fmt: skip
-"""Values of `model_type` for which it does so whatever the class."""
+"""Values of `model_type` for which transformers does so, whatever the class."""
 CLASS_OF_MODEL = {"qwen2": "Qwen2Tokenizer", "hyperclovax_vision_v2": "GPT2Tokenizer"} | dict.fromkeys(
     ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"
 )
-"""Values of `model_type` whose class transformers takes whatever `tokenizer_class` says."""
+"""Values of `model_type` whose class transformers uses, whatever `tokenizer_class` says."""
 END = "<|endoftext|>"
 DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"unk": END, "eos": END, "pad": END},
@@ -51,15 +51,15 @@ DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "CohereTokenizer": {name: f"<{name.upper()}>" for name in ("unk", "pad", "cls", "sep")}
     | {"bos": "<BOS_TOKEN>", "eos": "<|END_OF_TURN_TOKEN|>", "mask": "<MASK_TOKEN>"},
 }
-"""Special tokens of a class, where tokenizer_config.json names none."""
+"""Default special tokens of a class, if tokenizer_config.json names none."""
 PIECES = ("GemmaTokenizer", "LlamaTokenizer")
-"""Classes whose vocabulary has pieces of text with "▁" for a space. The others have bytes."""
+"""Classes whose vocabulary has text pieces with "▁" for a space. The others have bytes."""
 QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_LETTERS = {"Qwen2Tokenizer": (r"\p{L}", r"\p{L}"), "Qwen3_5Tokenizer": (r"[\p{L}\p{M}]", r"\p{L}\p{M}")}
 
 
 def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Returns a model's tokenizer: a `Tokenizer`, or that of transformers if only it knows what to make of the files.
+    """Returns a model's tokenizer: a `Tokenizer`, or transformers' own if only it can interpret the files.
 
     `name` is a folder or hub id, `folder` its `model_folder`. Raises `OSError` or `ValueError`.
     """
@@ -77,14 +77,14 @@ def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
     if rebuilt_class:
         _rebuild(raw, rebuilt_class, settings)
     tokenizer = Tokenizer(name, raw, settings, with_transformers)
-    if rebuilt_class:  # such a class flags what has a name, whatever the files say
+    if rebuilt_class:  # such a class flags every named token, whatever the files say
         named = set(tokenizer.all_special_tokens)
         raw.add_special_tokens([token for token in tokenizer.added_tokens_decoder.values() if token.content in named])
     return tokenizer
 
 
 def model_folder(name: str) -> Path:
-    """Returns a folder with the `FILES` of a model, from the hub if it is an id. Raises `OSError` or `ValueError`."""
+    """Returns a folder with a model's `FILES`, downloaded if it is a hub id. Raises `OSError` or `ValueError`."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -93,12 +93,12 @@ def model_folder(name: str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a file. Empty if there is no such file."""
+    """Returns the object in a file. Empty if the file does not exist."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns what the files beside tokenizer.json say. `chat_template` is a text, or texts by name."""
+    """Returns the settings in the files beside tokenizer.json. `chat_template` is a text, or texts by name."""
     settings = read_json(folder / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in settings else read_json(folder / "special_tokens_map.json")
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
@@ -116,9 +116,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer | None, str]:
-    """Returns tokenizer.json as it is written, and the class in transformers that gives it other parts, or "".
+    """Returns tokenizer.json unchanged, and the transformers class that replaces parts of it, or "".
 
-    None if only transformers can tell what it makes of the files.
+    The tokenizer is None if only transformers can interpret the files.
     """
     unknown = None, ""
     special_cases = any(settings.get(key) for key in ("auto_map", "fast_tokenizer_files", "fix_mistral_regex"))
@@ -126,7 +126,7 @@ def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenize
         return unknown
     try:
         raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises plain exceptions
         raise ValueError(f"tokenizer.json: {error}") from error
     declared = settings.get("added_tokens_decoder")
     older = read_json(folder / "added_tokens.json") if declared is None else {}
@@ -147,7 +147,7 @@ def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenize
 
 
 def _rebuild(raw: tokenizers.Tokenizer, name: str, settings: dict[str, Any]) -> None:
-    """Gives a tokenizer the parts and default tokens of a class, which ignores the parts in tokenizer.json."""
+    """Gives a tokenizer the parts and default tokens of a class that ignores them in tokenizer.json."""
     prefix = settings.get("add_prefix_space")
     normalizer: Any = normalizers.NFC()
     splitter: Any = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))

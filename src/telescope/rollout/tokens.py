@@ -1,8 +1,8 @@
 """Token ids and chat templates without transformers.
 
-A `Tokenizer` makes ids with the library `tokenizers` and renders chat templates with jinja2. Ids and texts equal those
-of transformers, which takes a hundred times as long to load. It is loaded when user code asks a `Tokenizer` for more
-than it has; the log names what was asked for, and the line of code.
+A `Tokenizer` encodes with the library `tokenizers` and renders chat templates with jinja2. Ids and texts equal those of
+transformers, which takes a hundred times as long to load. It is loaded only when user code asks a `Tokenizer` for more
+than it has; the log names the attribute and the line of code.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that names none, as in transformers."""
 MARKS_BEHIND_SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""What `clean_up_tokenization_spaces` writes without spaces, in this order."""
+"""Texts from which `clean_up_tokenization_spaces` removes spaces, in this order."""
 RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length", "return_tensors",
                   "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
-"""Options of `apply_chat_template`, besides the template's variables, that are left to transformers."""
+"""Options of `apply_chat_template` that only transformers implements."""
 
 _compiled = lru_cache(maxsize=16)(compile_template)
 
 
 def added_token(token: Any, **fields: Any) -> AddedToken:
-    """Returns a token from the text or the fields that a file has of it."""
+    """Returns a token from its text or fields in a file."""
     written = {"content": token, "special": True} if isinstance(token, str) else token
     return AddedToken(**{key: value for key, value in written.items() if key != "__type"} | fields)
 
@@ -48,10 +48,10 @@ class Encoding(dict[str, Any]):
 
 
 class Tokenizer:
-    """A tokenizer with what code about prompts uses of one of transformers: ids, texts, templates, special tokens.
+    """A tokenizer with the part of transformers' interface that prompt code uses.
 
-    For anything else the transformers tokenizer is loaded. Its vocabulary is a copy: what is added there is not added
-    here.
+    It has ids, texts, templates and special tokens. For anything else the transformers tokenizer is loaded. Its
+    vocabulary is a copy: tokens added there are not added here.
     """
 
     is_fast = True
@@ -93,7 +93,7 @@ class Tokenizer:
         """The transformers tokenizer, once it is loaded. A list, because copies of this object share it."""
 
     def _add_missing(self, declared: Mapping[str, Any], special: Sequence[AddedToken]) -> None:
-        """Adds tokens that tokenizer_config.json has and tokenizer.json lacks."""
+        """Adds the tokens of tokenizer_config.json that tokenizer.json lacks."""
         written = self.added_tokens_decoder.values()
         names, versions = {token.content for token in written}, {repr(token) for token in written}
         listed = [added_token(token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
@@ -112,7 +112,7 @@ class Tokenizer:
         return getattr(self._transformers(name), name)
 
     def _transformers(self, asked: str) -> Any:
-        """Returns the transformers tokenizer. The first time it is loaded, and the log says for what and for whom."""
+        """Returns the transformers tokenizer. Loads it on first use and logs which attribute and line asked for it."""
         if not self._loaded:
             frame = sys._getframe(1)
             while frame.f_code.co_filename == __file__ and frame.f_back:
@@ -128,7 +128,7 @@ class Tokenizer:
         return self._loaded[0]
 
     def __call__(self, text: str | Sequence[str], *rest: Any, add_special_tokens: bool = True, **options: Any) -> Any:
-        """Returns token ids and attention mask of a text, or of each of several."""
+        """Returns token ids and attention mask of a text, or of each of several texts."""
         if rest or options:
             full = self._transformers("more than ids and attention mask of a text")
             return full(text, *rest, add_special_tokens=add_special_tokens, **options)
@@ -143,7 +143,7 @@ class Tokenizer:
         return self(text, *rest, **options)["input_ids"]
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
-        """Returns the tokens of a text as the vocabulary has them."""
+        """Returns a text's tokens as they are in the vocabulary."""
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens)
 
     def decode(
@@ -153,7 +153,7 @@ class Tokenizer:
         clean_up_tokenization_spaces: bool | None = None,
         **_: Any,
     ) -> Any:
-        """Returns the text of token ids, or each text of several lists."""
+        """Returns the text of token ids, or a list of texts for several lists."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, Mapping):
             return self.decode(ids["input_ids"], skip_special_tokens, clean_up_tokenization_spaces)
@@ -164,7 +164,7 @@ class Tokenizer:
         text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         clean_up = clean_up_tokenization_spaces
         if self.clean_up_tokenization_spaces if clean_up is None else clean_up:
-            # transformers leaves texts of BPE alone, whatever its option says: this would change them.
+            # transformers ignores this option for BPE, so cleaning here would change the text.
             is_bpe = isinstance(self.backend_tokenizer.model, models.BPE)
             for mark in () if is_bpe else MARKS_BEHIND_SPACES:
                 text = text.replace(mark, mark.strip())
@@ -187,7 +187,7 @@ class Tokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> Any:
-        """Renders a conversation or several. Returns the text, its token ids (`tokenize`), or these with the mask."""
+        """Renders one or more conversations. Returns text, token ids (`tokenize`), or ids with the mask."""
         functions = [tool for tool in tools or () if not isinstance(tool, dict)]
         if functions or any(variables.get(name) for name in RENDER_OPTIONS):
             full = self._transformers("apply_chat_template with functions as tools or other options than variables")
@@ -208,7 +208,7 @@ class Tokenizer:
         return encoding if return_dict else encoding["input_ids"]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
-        """Returns the template for a conversation: the given one, or the one of its name, or the tokenizer's."""
+        """Returns the given template, or the template of that name, or the tokenizer's."""
         named = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
         name = chat_template or ("tool_use" if tools is not None and "tool_use" in named else "default")
         template = named.get(name) if name in named else chat_template
@@ -217,7 +217,7 @@ class Tokenizer:
         return template
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Returns the id of a token, or of each of several; that of `unk_token` for what is none."""
+        """Returns the id of a token, or of each of several. An unknown token has the id of `unk_token`."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         token_id = self.backend_tokenizer.token_to_id(tokens)
@@ -232,27 +232,27 @@ class Tokenizer:
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Special tokens by name."""
+        """Returns special tokens by name."""
         return {key: token for key in self._attributes if (token := getattr(self, key)) is not None}
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Special tokens with and without a name."""
+        """Returns special tokens, named or not."""
         return [*dict.fromkeys((*self.special_tokens_map.values(), *self.extra_special_tokens))]
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of `all_special_tokens`."""
+        """Returns the ids of `all_special_tokens`."""
         return list(self.convert_tokens_to_ids(self.all_special_tokens))
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Tokens beside those of the model's own vocabulary, and how they are found in a text."""
+        """Returns by id the tokens added to the model's own vocabulary, and how they match text."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, without those that were added to it."""
+        """Returns the size of the vocabulary without added tokens."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
-"""Lets chat templates show the results of tools behind answers that are raw text.
+"""Makes chat templates show tool results after completions that are raw text.
 
-The template of Gemma 4 shows results only behind `tool_calls`, which a recorded answer does not have. So the answer is
-rendered as a call whose argument is a mark, and what the template writes around it is replaced by the answer. The
-template of DeepSeek opens only the first results of a conversation; later ones get what it writes before the first.
+Gemma 4's template shows results only after `tool_calls`, which a recorded completion does not have. So the completion
+is rendered as a call whose argument is a mark, and the text that the template writes around the mark is replaced by the
+completion. DeepSeek's template opens only the first results of a conversation; later results get the text that it
+writes before the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from telescope.rollout.rendering import Renderer
 
 MARK = "0telescope{}called0"
-"""Stands for the call of the answer at a position."""
+"""Placeholder for the call of the completion at a position."""
 _QUESTION = {"role": "user", "content": "Why?"}
 _RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
 
@@ -29,7 +30,7 @@ def _call(mark: str) -> ChatMessage:
 
 
 class ToolResults:
-    """What a template needs to show results behind raw answers. Most need nothing."""
+    """What a template needs to show results after raw completions. Most templates need nothing."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._as_call, self._first, self._pattern = False, "", ""
@@ -47,7 +48,7 @@ class ToolResults:
             opened, _, closed = renderer.render(
                 [_QUESTION, _call(ANSWER), _RESULT], add_generation_prompt=True
             ).partition(ANSWER)
-        except Exception:  # a template is a program, and may refuse anything
+        except Exception:  # a template is a program and may raise anything
             return
         closed, shown, _ = closed.partition(REPLY)
         ends = [token_id for token_id in renderer.control_ids(closed) if token_id in renderer.stops.token_ids]

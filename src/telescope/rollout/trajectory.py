@@ -1,12 +1,12 @@
 """The tokens of one sample, turn by turn, and its score.
 
 A trajectory is token ids, never text: each turn keeps the ids that the engine sampled, each with its logprob and policy
-version, and the ids that the environment added. Their concatenation is the next prompt and, at the end, the training
-sequence. Text is for people and parsers only.
+version, and the ids that the environment added. Concatenated they are the next prompt and, at the end, the training
+sequence. Text is only for people and parsers.
 
-Turns form a tree: a turn extends the conversation of its parent, or begins one with a whole prompt. A rollout that
-branches, opens several conversations or shortens its history has several training sequences, one for each turn that no
-other extends. Each sampled token is trained in one of them; in others it is context.
+Turns form a tree: a turn extends its parent's conversation, or begins a conversation with a whole prompt. A rollout
+that branches, opens several conversations or shortens its history has several training sequences, one for each turn
+that no other extends. Each sampled token is trained in one of them; in others it is context.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from telescope.trainer.batch import TrainSample
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model.
+    """One completion of the model.
 
-    It has the ids added since the answer of its parent, and the ids that were sampled. Without a parent the former are
-    the whole prompt. `replies` are the messages before this answer, (role, text, turn_type) each, the last optional;
-    `divergence` names how the join before this turn differs from the chat template, or why a later turn begins a
-    conversation or a branch (`rendering`, `joins`). Times are wall-clock.
+    It has the ids added since its parent's completion (without a parent, the whole prompt) and the sampled ids.
+    `replies` are the messages before this completion, each (role, text, turn_type), the last optional. `divergence`
+    names how the join before this turn differs from the chat template, or why a later turn begins a conversation or a
+    branch (`rendering`, `joins`). Times are wall-clock.
     """
 
     added_token_ids: list[int]
@@ -49,21 +49,21 @@ class Turn:
     replies: list[tuple[str, ...]] = field(default_factory=list)
     divergence: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Calls in this answer, as `ToolCall.record` has them."""
+    """Calls in this completion, as `ToolCall.record` returns them."""
     server: int = -1
     slot: int = -1
 
 
 @dataclass(slots=True)
 class Totals:
-    """Numbers of a sample's turns."""
+    """Totals over a sample's turns."""
 
     num_turns: int
     num_prompt_tokens: int
     num_completion_tokens: int
     num_environment_tokens: int
     longest_answer: int
-    """Tokens of the longest answer."""
+    """Tokens of the longest completion."""
     finish_reason: str
     version_range: tuple[int, int]
     divergences: dict[str, int]
@@ -73,7 +73,7 @@ class Totals:
 class Trajectory:
     """One sample of a group.
 
-    `reward` is None while the sample runs and when it failed (`failure_kind`). A sample that failed, or that a filter
+    `reward` is None while the sample runs, and if it failed (`failure_kind`). A sample that failed, or that a filter
     removed, is masked.
     """
 
@@ -96,18 +96,18 @@ class Trajectory:
     penalty: float = 0.0
     """Overlong penalty, subtracted from the training reward."""
     compression_ratio: float = 0.0
-    """Bytes of its text over those of their zlib compression: prose 2 to 3, a loop over 10. 0 until it is scored."""
+    """Its text's `compression_ratio`: prose 2 to 3, a loop over 10. 0 until it is scored."""
     chat_rewards: dict[str, float] = field(default_factory=dict)
     """Rewards of conversations that have their own."""
     num_infrastructure_retries: int = 0
     failed_requests: list[int | None] = field(default_factory=list)
-    """Tokens of each failed request; None where the engine ended before it reported them."""
+    """Tokens of each failed request. None if the engine ended before it reported them."""
     lost_conversations: list[int] = field(default_factory=list)
     """Tokens of each conversation that began again because its state was lost."""
     payload: Any = None
-    """What belongs to its tokens besides their ids (`GenerateRequest.payload`)."""
+    """Further data of its tokens besides their ids (`GenerateRequest.payload`)."""
     folded: Totals | None = None
-    """Numbers of its turns, once it is folded."""
+    """Totals over its turns, once it is folded."""
     parts: list[TrainSample] = field(default_factory=list)
     """Its sequences, once it is folded."""
     rows: dict[str, Batch] = field(default_factory=dict)
@@ -132,12 +132,12 @@ class Trajectory:
 
     @property
     def mask_reason(self) -> str | None:
-        """Why it is masked: its failure, or the filter that removed it."""
+        """Returns why it is masked: its failure, or the filter that removed it."""
         return self.failure_kind or self.filtered_by
 
     @property
     def totals(self) -> Totals:
-        """Numbers of its turns."""
+        """Returns the totals over its turns."""
         return self.folded or self._totals()
 
     @property
@@ -146,27 +146,27 @@ class Trajectory:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the first prompt."""
+        """Returns the number of tokens in the first prompt."""
         return self.totals.num_prompt_tokens
 
     @property
     def num_completion_tokens(self) -> int:
-        """Sampled tokens of all turns."""
+        """Returns the number of sampled tokens in all turns."""
         return self.totals.num_completion_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
-        """All tokens known to be sampled for it. These are its turns, failed requests and lost conversations."""
+        """Returns the number of sampled tokens, including failed requests and lost conversations."""
         failed = sum(length for length in self.failed_requests if length is not None)
         return self.num_completion_tokens + failed + sum(self.lost_conversations)
 
     @property
     def num_environment_tokens(self) -> int:
-        """Tokens that the environment added between turns. Of a conversation that begins anew, what is new counts."""
+        """Returns the tokens that the environment added between turns. A restarted conversation adds its new tokens."""
         return self.totals.num_environment_tokens
 
     def fold(self) -> None:
-        """Replaces the turns of an ended sample by their numbers and sequences, whose size is that of the tokens."""
+        """Replaces an ended sample's turns by totals and sequences, which take memory only for the tokens."""
         self.folded, self.parts, self.turns = self._totals(), self.sequences() if self.turns else [], []
 
     def _totals(self) -> Totals:
@@ -191,7 +191,7 @@ class Trajectory:
         )
 
     def relabel(self, label: Callable[[int], int]) -> None:
-        """Gives its tokens other policy versions. `label` keeps -1, that of tokens that were not sampled."""
+        """Changes the policy versions of its tokens. `label` must keep -1, which marks tokens that were not sampled."""
         for turn in self.turns:
             spans = turn.generation.version_spans
             turn.generation.version_spans = [(label(version), first, end) for version, first, end in spans]
@@ -202,7 +202,7 @@ class Trajectory:
             self.folded.version_range = min(known), max(known)
 
     def path(self, index: int) -> list[int]:
-        """Returns the indices of the turns of a conversation, from its beginning to the turn at `index`."""
+        """Returns the turn indices of a conversation, from its first turn to the turn at `index`."""
         path: list[int] = []
         at: int | None = index
         while at is not None:
@@ -212,7 +212,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt, answers and what the environment added."""
+        """Returns the number of tokens in prompt, completions and environment messages."""
         return self.num_prompt_tokens + self.num_completion_tokens + self.num_environment_tokens
 
     @property
@@ -222,18 +222,18 @@ class Trajectory:
 
     @property
     def stop_reason(self) -> str:
-        """`length` after a cut-off answer, else the environment's or engine's reason."""
+        """Returns `length` if the last completion was cut off, else the environment's or engine's reason."""
         finish_reason = self.totals.finish_reason
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
 
     @property
     def divergences(self) -> dict[str, int]:
-        """Counts of turn joins that differ from the chat template, and of forks, by name."""
+        """Returns the number of forks and of joins that differ from the chat template, by name."""
         return self.totals.divergences
 
     @property
     def version_range(self) -> tuple[int, int]:
-        """Oldest and newest policy version of the trained tokens, or (-1, -1)."""
+        """Returns the oldest and newest policy version of the trained tokens, or (-1, -1)."""
         return self.totals.version_range
 
     @property
@@ -243,8 +243,8 @@ class Trajectory:
     def sequences(self) -> list[TrainSample]:
         """Returns its token sequences in order, one for each turn that no other extends.
 
-        It needs a turn. Each has token ids with a trained flag, the engine's logprob and the policy version per token;
-        no reward. A sampled token is trained in the first sequence that has it.
+        Each has token ids and, per token, a trained flag, the engine's logprob and the policy version; no reward. A
+        sampled token is trained in the first sequence that has it. The trajectory must have a turn.
         """
         if self.folded is not None:
             return self.parts
@@ -257,7 +257,7 @@ class Trajectory:
         ]
 
     def _sequence(self, sample_id: str, path: list[int], done: set[int]) -> TrainSample:
-        """Returns the sequence of a path. Trains the turns that are not `done`, and adds them there."""
+        """Returns the sequence of a path. Trains the turns that are not in `done`, and adds them to it."""
         ids, trained, logprobs, versions = [], [], [], []
         turns = [self.turns[index] for index in path]
         for index, turn in zip(path, turns, strict=True):
@@ -284,17 +284,17 @@ class Trajectory:
 
 
 def compression_ratio(text: str) -> float:
-    """Returns bytes of a text over bytes of its zlib compression. Empty text: 0, prose: 2 to 3, a loop: over 10."""
+    """Returns a text's bytes over its zlib-compressed bytes. Empty text: 0, prose: 2 to 3, a loop: over 10."""
     data = text.encode("utf-8", errors="replace")
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _joined_routes(turns: list[Turn]) -> np.ndarray | None:
-    """Returns the routes of a sequence's tokens [L, X, K].
+    """Returns the routes of a sequence's tokens [L, X, K], zero where none are recorded. None if no turn has any.
 
-    They are zero where none are recorded. None without any. An answer has routes of its whole prompt. A token keeps
-    those of the first answer that has them: under those its successor was sampled. The last sampled token of a turn has
-    them from the next turn's prompt.
+    A completion has the routes of its whole prompt too. A token keeps the routes of the first completion that has them,
+    because its successor was sampled under these. The last sampled token of a turn gets its routes from the next turn's
+    prompt.
     """
     recorded = [turn.generation.routes_MXK for turn in turns]
     known = [routes for routes in recorded if routes is not None and len(routes)]

@@ -1,4 +1,4 @@
-"""Trial load of the environments before a run: imports, constructors and datasets.
+"""Loads the environments once before a run, as a trial: imports, constructors and datasets.
 
 Runs user code in a process that can be killed, without a tokenizer, so that it takes a second or two. Owns the
 deadlines and the error messages. The rollout workers load everything again.
@@ -57,9 +57,9 @@ def try_environments(
 ) -> list[EnvironmentInfo]:
     """Loads every environment and its dataset in a separate process. Returns their descriptions, in order.
 
-    `making_seconds` bounds the import and the constructor of one environment. Calls `say` with a line when it takes
-    long. Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang
-    with its stack, an empty dataset, answers that no completion can equal.
+    `making_seconds` limits the import and constructor of one environment. Calls `say` with a line when it takes long.
+    Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang with
+    its stack, an empty dataset, or answers that no completion can equal.
     """
     limits = {"starting": START_SECONDS, "making": making_seconds, "dataset": DATASET_SECONDS}
     paths = [str(Path(place).expanduser().resolve()) for place in environments_path]
@@ -84,7 +84,7 @@ def try_environments(
 
 
 def notices_of(infos: Sequence[EnvironmentInfo]) -> list[str]:
-    """Returns the notices of environments, each once."""
+    """Returns the notices of environments without duplicates."""
     return list(dict.fromkeys(text for info in infos for text in info.notices))
 
 

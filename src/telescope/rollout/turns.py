@@ -1,4 +1,4 @@
-"""The default `rollout` of an environment: one answer, or turns of answers and replies until the environment is done.
+"""The default `rollout` of an environment: one completion, or completions and replies until the environment is done.
 
 `take_turns` owns the loop. A `Conversation` owns the environment's side: its state, the order in which its methods are
 called, and the token ids that its replies add. A state ends with `end_rollout` when its rollout was scored, failed or
@@ -47,7 +47,7 @@ class Conversation(Protocol):
         ...
 
     async def respond(self, generation: Generation) -> Advance:
-        """Passes an answer to the environment. Returns its replies, or the score."""
+        """Passes a completion to the environment. Returns its replies, or the score."""
         ...
 
     async def end(self) -> None:
@@ -56,7 +56,7 @@ class Conversation(Protocol):
 
 
 async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardRecord:
-    """Samples answers of the policy until the environment is done. Returns the score.
+    """Samples completions until the environment is done. Returns the score.
 
     Raises `EnvironmentFailure`, and `InfrastructureError` when the state of the conversation is lost.
     """
@@ -88,7 +88,7 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
             parent = None if reply.restarts else index
             before = [] if reply.restarts else [*prompt_token_ids, *turn.generation.token_ids_N.tolist()]
             prompt_token_ids = before + added_token_ids
-            # Known up to the token before the last sampled one.
+            # Routes are known up to the token before the last sampled one.
             routes_start = max(len(before) - 1, 0) if turn.generation.routes_MXK is not None else 0
     finally:
         rollout.release()
@@ -105,7 +105,7 @@ async def _reply(rollout: Rollout, conversation: Conversation, generation: Gener
 
 
 class SingleTurn:
-    """One answer, which the environment scores."""
+    """A conversation with one completion, which the environment scores."""
 
     has_state = False
 
@@ -124,7 +124,7 @@ class SingleTurn:
         return None
 
     def _score(self, method: str, generation: Generation) -> Steps[Advance]:
-        """Decodes the answer, and lets the environment score it."""
+        """Decodes the completion and has the environment score it."""
         environment, renderer = self._environment, self._runner.renderer
         assert renderer is not None
         cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
@@ -133,7 +133,7 @@ class SingleTurn:
         opened = self._runner.opened(self._position, item)
         completion = answer_text(text, opened)
         if isinstance(completion, UnfinishedReasoning):
-            completion = UnfinishedReasoning(opened + text)  # code of the environment can see that it is reasoning
+            completion = UnfinishedReasoning(opened + text)  # the environment's code can tell that it is reasoning
         scored = getattr(environment, method)(completion, environment.get_sample(item), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
         return Advance(True, [], text, RewardRecord(**score))

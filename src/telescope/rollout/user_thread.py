@@ -1,11 +1,11 @@
 """Runs user code of a rollout worker, with deadlines.
 
-Synchronous user code runs in one thread, one call at a time, outside any event loop, so that it may call `asyncio.run`
-and need not be safe for threads. Awaitables that it returns run in the worker's event loop, beside other rollouts. A
-call that exceeds its deadline is an environment failure. If it was synchronous its thread cannot be ended: another
+Synchronous user code runs in one thread, one call at a time, outside any event loop, so it may call `asyncio.run` and
+need not be thread-safe. Awaitables that it returns run in the worker's event loop, beside other rollouts. A call that
+exceeds its deadline is an environment failure. A thread cannot be ended, so after a late synchronous call another
 thread takes over, and `is_stuck` asks for a new process.
 
-A copy of the process that user code forks exits when that code returns.
+If user code forks, the copy of the process exits when that code returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class UserThread:
-    """The thread of user code. `timeout_seconds` bounds a call, and each of its awaitables."""
+    """The thread of user code. `timeout_seconds` limits a call, and each of its awaitables."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.is_stuck = False
@@ -49,14 +49,14 @@ class UserThread:
         self._thread = ThreadPoolExecutor(1, "user code")
 
     def start(self, steps: Steps[Any], label: str) -> asyncio.Task[Any]:
-        """Runs a call in a task of its own."""
+        """Runs a call in a separate task."""
         task = asyncio.create_task(self.run(steps, label))
         self.started.add(task)
         task.add_done_callback(self.started.discard)
         return task
 
     async def run(self, steps: Steps[R], label: str) -> R:
-        """Takes the steps of a call: synchronous ones in the thread of user code, awaitables in the event loop.
+        """Runs the steps of a call: synchronous ones in the thread of user code, awaitables in the event loop.
 
         A cancelled call waits for its current synchronous step. Raises `EnvironmentFailure`, and the
         `InfrastructureError` of user code.
@@ -85,7 +85,7 @@ class UserThread:
                 resume = partial(steps.send, value)
 
     async def call(self, function: Callable[[], R], label: str) -> R:
-        """Runs a synchronous function in the thread of user code. Its errors become those of `run`."""
+        """Runs a synchronous function in the thread of user code. Raises the same errors as `run`."""
         loop = asyncio.get_running_loop()
 
         def run(began: asyncio.Future[None]) -> R:
@@ -102,7 +102,7 @@ class UserThread:
             either: set[asyncio.Future[Any]] = {began, running}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not running.cancelled():
-                break  # else a call before it hangs, and another thread has taken over
+                break  # otherwise an earlier call hangs, and another thread has taken over
         done, _ = await asyncio.wait({running}, timeout=self._timeout)
         if not done:
             self.is_stuck = True
@@ -123,10 +123,10 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def user_failure(error: BaseException, label: str) -> Exception:
-    """Returns what a call of user code raises: with the file and the line of the error's origin."""
+    """Returns the error to raise for an error of user code, with the file and line where it was raised."""
     traceback.print_exception(error)
     kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
     error = original_error(error)
-    # A malformed result has no line in user code, and the line of ours that rejects it does not help.
+    # A malformed result has no line in user code, and our own line that rejects it does not help.
     where = None if isinstance(error, MalformedResultError) else user_code_line(error)
     return kind(f"{label} failed: {error_text(error)}" + (f" ({os.path.basename(where)})" if where else ""))

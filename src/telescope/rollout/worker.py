@@ -1,7 +1,7 @@
 """A rollout worker: runs rollouts from the prompt to the reward.
 
-Owns running rollouts, their request slots and the choice of a server; knows neither the run's state nor what becomes of
-a sample. The driver talks to it by `exchange` alone (`rollout.pool`).
+Owns running rollouts, their request slots and the choice of a server. Knows neither the run's state nor what happens to
+a sample afterwards. The driver uses only `exchange` (`rollout.pool`).
 
 A server whose request failed gets no samples of the same lane until the driver orders it to be up again.
 """
@@ -25,7 +25,7 @@ from telescope.rollout.sample_rows import encode_rows
 from telescope.sandbox.activity import SAMPLE
 
 MANY_EVENTS = 32
-"""Events for which a report does not wait any longer."""
+"""Number of events at which a report waits no longer."""
 
 
 @dataclass(eq=False)
@@ -36,9 +36,9 @@ class _Group:
 
 
 class RolloutWorker:
-    """Runs rollouts over `environments` and `engines`, the inference servers in their order.
+    """Runs rollouts with `environments` and `engines`, the inference servers in order.
 
-    With `grouped`, a request slot of training is one of a whole group (`request_slots.GroupSlotPool`).
+    With `grouped`, a training slot belongs to a whole group (`request_slots.GroupSlotPool`).
     """
 
     def __init__(self, environments: Environments, engines: Sequence[Engine], *, grouped: bool = False) -> None:
@@ -59,10 +59,10 @@ class RolloutWorker:
         self._warned: set[str] = set()
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
-        """Applies orders, and returns what has happened since the last report.
+        """Applies orders and returns the events since the last report.
 
-        Waits at most `seconds` for something to report (None: as long as it takes), and `linger` seconds more for
-        other events. A newer exchange ends the wait of an older one.
+        Waits up to `seconds` for an event (None: without limit), then `linger` seconds for more. A newer exchange ends
+        the wait of an older one.
         """
         self._num_exchanges += 1
         number = self._num_exchanges
@@ -131,7 +131,7 @@ class RolloutWorker:
         prompt: PreparedPrompt | Exception
         try:
             prompt = await self._environments.prepare(key, item)
-        except Exception as error:  # for the caller, who waits for the prompt
+        except Exception as error:  # passed to the caller, who waits for the prompt
             prompt = error
         self._report.prompts.append((number, prompt))
         self._changed.set()
@@ -141,7 +141,7 @@ class RolloutWorker:
         return Rollout(
             sample,
             slot_key=task.key,
-            # A group that was cancelled before it was sent may have no lane any more.
+            # The lane of a group that was cancelled before it was sent may be closed.
             slots=self.lanes.get(task.lane, RequestSlotPool([])),
             engine_of=lambda server: self._engines[server],
             environments=self._environments,
@@ -156,7 +156,7 @@ class RolloutWorker:
         ended: Any
         try:
             ended = await rollout.run()
-        except Exception as error:  # of the run, which the driver raises
+        except Exception as error:  # an error of the run, which the driver raises
             ended = error
         del group.rollouts[index]
         self._reported.pop((key, index), None)

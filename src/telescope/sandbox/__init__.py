@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the class of a shipped provider, whose module is imported at its first use."""
+    """Returns the class of a shipped provider. Imports its module on first use."""
     path = next((path for path in PROVIDERS.values() if path.endswith(f".{name}")), None)
     if path is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Records the sandbox activity of a process: a span for each call of a provider, and which sandboxes are alive.
+"""Records the sandbox activity of a process: a span per provider call, and which sandboxes are alive.
 
-The collector of a process is in a context variable, so that calls of user code find it, in any task. Without one,
-nothing is collected. `SAMPLE` is the sample for which a call is made.
+A context variable holds the collector, so calls of user code find it in any task. Without a collector nothing is
+recorded. `SAMPLE` is the sample that a call belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLE: ContextVar[str] = ContextVar("sample of a sandbox's user", default="")
 
 @dataclass(slots=True)
 class SandboxSpan:
-    """One call of a provider, or a wait in a pool's queue (`queue`). Times are `time.time()`."""
+    """One provider call, or a wait in a pool's queue (`queue`). Times are `time.time()`."""
 
     kind: str
     provider: str
@@ -39,17 +39,17 @@ class SandboxSpan:
 
 @dataclass
 class Activity:
-    """Collects spans and counts of one process, from all of its threads."""
+    """Collects the spans and counts of one process. Safe to use from all of its threads."""
 
     spans: list[SandboxSpan] = field(default_factory=list)
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """Spans by kind, provider and error, with those that were dropped."""
+    """Number of spans by kind, provider and error, including dropped spans."""
     alive: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Ids of sandboxes by provider."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, span: SandboxSpan) -> None:
-        """Adds a span, and updates which sandboxes are alive."""
+        """Records a span, and updates which sandboxes are alive."""
         with self._lock:
             if span.kind == "create" and not span.error:
                 self.alive[span.provider].add(span.sandbox_id)
@@ -60,7 +60,7 @@ class Activity:
                 self.spans.append(span)
 
     def take(self) -> tuple[list[SandboxSpan], Counter[tuple[str, str, str]], dict[str, int]]:
-        """Returns the spans and the counts since the last call, and how many sandboxes are alive, by provider."""
+        """Returns the spans and counts since the last call, and the number of live sandboxes by provider."""
         with self._lock:
             taken = self.spans, self.counts
             self.spans, self.counts = [], Counter()
@@ -71,7 +71,7 @@ CURRENT: ContextVar[Activity | None] = ContextVar("sandbox activity", default=No
 
 
 def measured(kind: str, method: Method) -> Method:
-    """Wraps a method of a provider or a pool, so that each call is a span."""
+    """Wraps a method of a provider or pool so that each call is recorded as a span."""
 
     @functools.wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,24 +26,24 @@ from telescope.sandbox.errors import SandboxError
 R = TypeVar("R")
 
 MAX_OUTPUT_BYTES = 2**20
-"""Bytes of each stream that a command returns; the middle of a longer one is cut out."""
+"""Most bytes that a command returns of each stream. The middle of a longer stream is cut out."""
 
 MAX_FILE_BYTES = 64 * 2**20
 """Largest file that is read from a sandbox."""
 
 ENDPOINT_PORT = 8000
-"""Port of a local sandbox's own loopback that shows the agents' endpoint."""
+"""Port on a local sandbox's loopback for the agents' endpoint."""
 
 ENVIRONMENT_NAMES = {"image": "docker_image", "timeout_seconds": "timeout_minutes"}
-"""Fields of a configuration whose argument of environments has another name."""
+"""Fields of a configuration that have another name as arguments of environments."""
 
 
 @dataclass
 class SandboxConfig:
-    """Settings of a sandbox. An empty `image` is the provider's default.
+    """Settings of a sandbox. An empty `image` means the provider's default.
 
-    `cpu` counts cores, `timeout_seconds` limits its life, and the provider shows `name`. `extra` has options of one
-    provider (docs/sandboxes.md). Raises `UserError` for a value out of range.
+    `cpu` counts cores, `timeout_seconds` limits the sandbox's lifetime, and `name` appears in the provider's listings.
+    `extra` has provider-specific options (docs/sandboxes.md). Raises `UserError` for a value out of range.
     """
 
     image: str = ""
@@ -75,7 +75,7 @@ class SandboxConfig:
 
 @dataclass(eq=False)
 class SandboxHandle:
-    """A sandbox, by its id at the provider. `provider_data` is the provider's own."""
+    """Identifies a sandbox by its id at the provider. `provider_data` is private to the provider."""
 
     id: str
     provider_data: Any = None
@@ -94,11 +94,11 @@ class SandboxProvider(ABC):
     """A service that runs sandboxes. Subclass it, and name the class by its dotted path in `get_provider`."""
 
     name: ClassVar[str] = ""
-    """Name in records; the class's unless set."""
+    """Name in records, by default the class's."""
     creates_per_second: ClassVar[float] = 1000.0
-    """Rate of creation that the service allows."""
+    """Most creations per second that the service allows."""
     is_reusable: ClassVar[bool] = True
-    """Whether creating is so slow that a pool hands out a sandbox again."""
+    """Whether creation is so slow that a pool reuses sandboxes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,7 +109,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def create(self, config: SandboxConfig) -> SandboxHandle:
-        """Creates a sandbox and waits until it runs. Cancelled or failed, it leaves none behind."""
+        """Creates a sandbox and waits until it runs. Leaves nothing behind when it fails or is cancelled."""
 
     @abstractmethod
     async def execute(
@@ -119,20 +119,20 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
-        """Writes a file, and makes its folders."""
+        """Writes a file and creates its parent folders."""
 
     @abstractmethod
     async def destroy(self, handle: SandboxHandle) -> None:
-        """Ends a sandbox with all of its processes. It is no error if the sandbox has ended already."""
+        """Ends a sandbox and all of its processes. Does nothing if the sandbox has already ended."""
 
     async def upload_file(self, handle: SandboxHandle, remote_path: str, local_path: str | Path) -> None:
-        """Uploads a file of this machine."""
+        """Uploads a local file."""
         await self.upload_bytes(handle, remote_path, await asyncio.to_thread(Path(local_path).read_bytes))
 
     async def read_bytes(self, handle: SandboxHandle, remote_path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Returns the content of a file. Raises `SandboxError` if there is none, or it is larger."""
+        """Returns the content of a file. Raises `SandboxError` if it is missing or larger than the limit."""
         step, content = MAX_OUTPUT_BYTES // 2, b""
-        while True:  # in pieces, because output is capped
+        while True:  # in chunks, because output is capped
             quoted = shlex.quote(remote_path)
             command = f"tail -c +{len(content) + 1} -- {quoted} | head -c {step} | base64 -w 0; test -f {quoted}"
             result = await self.execute(handle, command)
@@ -146,37 +146,37 @@ class SandboxProvider(ABC):
                 return content
 
     async def is_alive(self, handle: SandboxHandle) -> bool:
-        """Returns whether the sandbox answers."""
+        """Returns whether the sandbox responds."""
         try:
             return (await self.execute(handle, "true", timeout=10)).exit_code == 0
         except SandboxError:
             return False
 
     async def find(self, run: str) -> list[SandboxHandle]:
-        """Returns the sandboxes that carry the label of a run. Empty where a provider has no labels."""
+        """Returns the sandboxes labeled with a run. Empty if the provider has no labels."""
         return []
 
     async def bulk_destroy(self, handles: Iterable[SandboxHandle]) -> None:
-        """Destroys sandboxes at once. Raises the first failure after all were tried."""
+        """Destroys sandboxes concurrently. Tries all of them, then raises the first failure."""
         results = await asyncio.gather(*(self.destroy(handle) for handle in handles), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     def destroy_sync(self, handle: SandboxHandle) -> None:
-        """Destroys a sandbox from code without an event loop."""
+        """Calls `destroy` from code without an event loop."""
         self.bulk_destroy_sync([handle])
 
     def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
-        """Destroys sandboxes from code without an event loop."""
+        """Calls `bulk_destroy` from code without an event loop."""
         run_sync(self.bulk_destroy(handles))
 
     async def close(self) -> None:
-        """Closes the connections of the provider. Its sandboxes keep running."""
+        """Closes the provider's connections. Its sandboxes keep running."""
         return None
 
 
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
-    """Runs a coroutine in a thread with an event loop of its own, and waits for it."""
+    """Runs a coroutine in a new thread with its own event loop, and waits for the result."""
     with ThreadPoolExecutor(1, "sandbox") as threads:
         return threads.submit(copy_context().run, asyncio.run, coroutine).result()

@@ -1,7 +1,7 @@
-"""Limits of memory, processes and CPU for the processes of a sandbox, where this process may set them.
+"""Limits memory, processes and CPU of a sandbox with cgroups, where this process may create them.
 
-Works with cgroups v2 below a delegated folder (`TELESCOPE_CGROUP`, else the root) and with v1. A limit that cannot be
-set is left out; `Cgroup.enforced` names the others.
+Works with cgroups v2 below a delegated folder (`TELESCOPE_CGROUP`, else the root) and with v1. Skips a limit that
+cannot be set; `Cgroup.enforced` names the limits that are in force.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ REMOVE_SECONDS = 2.0
 
 
 def remove_old() -> None:
-    """Removes the cgroups of processes that have ended. A cgroup's name is `local-PID-...`."""
+    """Removes the cgroups (`local-PID-...`) of processes that have exited."""
     for controller in ("", "memory", "pids", "cpu"):
         base = ROOT / controller if controller else Path(os.environ.get(FOLDER_VARIABLE) or ROOT)
         for folder in (base / PARENT).glob("local-*"):
             if not Path("/proc", folder.name.split("-")[1]).exists():
-                with contextlib.suppress(OSError):  # its processes have not ended yet, or another removes it, too
+                with contextlib.suppress(OSError):  # its processes still run, or another process removes it too
                     folder.rmdir()
 
 
 def are_usable() -> bool:
-    """Returns whether cgroups with limits may be made, and processes moved into them."""
+    """Returns whether this process may create cgroups with limits and move processes into them."""
     cgroup = Cgroup(f"local-{os.getpid()}-{uuid.uuid4().hex[:8]}", memory_bytes=2**30, num_processes=10, cpu=1.0)
     child = subprocess.Popen(["sleep", "60"])
     try:
@@ -44,11 +44,11 @@ def are_usable() -> bool:
         child.kill()
         child.wait()
         cgroup.remove()
-    return bool(cgroup.enforced) and Path("/proc/thread-self/children").exists()  # by which sandboxes are found
+    return bool(cgroup.enforced) and Path("/proc/thread-self/children").exists()  # needed to find sandboxes
 
 
 class Cgroup:
-    """The cgroup of one sandbox. Makes its folders."""
+    """The cgroup of one sandbox. The constructor creates its folders."""
 
     def __init__(self, name: str, *, memory_bytes: int, num_processes: int, cpu: float) -> None:
         self.folders: list[Path] = []
@@ -80,12 +80,12 @@ class Cgroup:
                 self.enforced.add(kind)
 
     def add(self, pid: int) -> None:
-        """Moves a process into the cgroup. Raises `OSError` if that is not allowed."""
+        """Moves a process into the cgroup. Raises `OSError` if that is not permitted."""
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def ran_out_of_memory(self) -> bool:
-        """Returns whether the kernel killed one of its processes for lack of memory."""
+        """Returns whether the kernel killed one of its processes because memory ran out."""
         for folder in self.folders:
             for file in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError, IndexError):
@@ -94,7 +94,7 @@ class Cgroup:
         return False
 
     def remove(self) -> None:
-        """Removes the folders, as soon as their killed processes have ended."""
+        """Removes the folders as soon as the killed processes have exited."""
         deadline = time.monotonic() + REMOVE_SECONDS
         for folder in reversed(self.folders):
             while folder.exists() and time.monotonic() < deadline:

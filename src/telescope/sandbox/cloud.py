@@ -1,4 +1,4 @@
-"""Base of the cloud providers: an SDK that is imported late, a key, and a client for each event loop."""
+"""Base of the cloud providers: imports an SDK late, finds the key, and keeps a client for each event loop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from telescope.sandbox.remote import RemoteSandboxProvider
 
 
 class CloudSandboxProvider(RemoteSandboxProvider):
-    """A provider with an SDK, which finds the key by itself if there is no `api_key`."""
+    """A provider that uses an SDK. Without `api_key` the SDK finds the key itself."""
 
     modules: ClassVar[tuple[str, ...]]
-    """Names of the SDK's module, the preferred one first."""
+    """Possible names of the SDK's module, in order of preference."""
     package: ClassVar[str]
     key_variables: ClassVar[tuple[str, ...]]
-    """Environment variables, one of which has the key."""
+    """Environment variables that may have the key."""
     key_file: ClassVar[str] = ""
-    """File in the home folder that may have it instead."""
+    """File in the home folder that may have the key instead."""
 
     def __init__(self, api_key: str | None = None) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class CloudSandboxProvider(RemoteSandboxProvider):
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
 
     def _connect(self) -> Any:
-        """Returns a new client of the SDK, where it has one."""
+        """Returns a new SDK client, if the SDK has one."""
         raise NotImplementedError
 
     @property
     def client(self) -> Any:
-        """The client of this event loop."""
+        """Returns the client of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = self._connect()
@@ -55,4 +55,4 @@ class CloudSandboxProvider(RemoteSandboxProvider):
 
     async def close(self) -> None:
         if client := self._clients.pop(asyncio.get_running_loop(), None):
-            await (client.aclose if hasattr(client, "aclose") else client.close)()  # SDKs differ
+            await (client.aclose if hasattr(client, "aclose") else client.close)()  # depends on the SDK

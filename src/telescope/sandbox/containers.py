@@ -1,4 +1,4 @@
-"""Sandboxes in containers of this machine, by the command line of docker or podman."""
+"""Runs sandboxes in local containers through the command line of docker or podman."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_PROCESSES = 1024
 
 
 class ContainerError(Exception):
-    """docker or podman failed by itself. The text is its own."""
+    """docker or podman itself failed. The text is its error output."""
 
 
 class ContainerSandboxProvider(RemoteSandboxProvider):
-    """Runs a container with a read-only image, writable /tmp, and a main process that ends at its life cap.
+    """Runs a container with a read-only image, a writable /tmp, and a main process that ends with its lifetime.
 
-    `extra["network"]: true` gives it a network, `extra["read_only"]: false` a writable image.
+    `extra["network"]: true` enables the network, `extra["read_only"]: false` makes the image writable.
     """
 
     program: ClassVar[str]
@@ -45,7 +45,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
             raise errors.SandboxSetupError(message)
 
     async def _call(self, *arguments: str, content: bytes | None = None) -> ExecResult:
-        """Runs the program. A cancelled or late call ends it."""
+        """Runs docker or podman. Kills it on cancellation or timeout."""
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             self.program, *arguments, stdin=null if content is None else pipe, stdout=pipe, stderr=pipe
@@ -96,7 +96,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
         return result
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
-        # not `cp`, which does not write below a tmpfs
+        # not `cp`, which cannot write below a tmpfs
         command = ("sh", "-c", 'cat >"$1"', "sh", path)
         await self._checked("exec", "--interactive", handle.id, *command, content=content)
 
@@ -109,14 +109,14 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
 
 
 class DockerSandboxProvider(ContainerSandboxProvider):
-    """Runs containers of docker."""
+    """Runs containers with docker."""
 
     program = "docker"
     setup_hint = "Install it (https://docs.docker.com/engine/install), start it, and let this user use it."
 
 
 class PodmanSandboxProvider(ContainerSandboxProvider):
-    """Runs containers of podman, which needs no daemon."""
+    """Runs containers with podman, which needs no daemon."""
 
     program = "podman"
     setup_hint = "Install it: apt-get install podman   (or: https://podman.io/docs/installation)"

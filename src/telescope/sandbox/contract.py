@@ -1,6 +1,7 @@
 """Checks that every provider must pass. Tests and `telescope doctor --sandbox NAME` run them.
 
-A check is a function over a `Trial` that raises `ContractError`. The first sentence of its docstring is what must hold.
+A check is a function over a `Trial` that raises `ContractError`. The first line of its docstring is the property that
+it verifies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from telescope.sandbox.errors import SandboxCommandTimeoutError, SandboxError, S
 CHECK_SECONDS = 3600
 """Deadline of a check. A service may build an image first."""
 CALL_SECONDS = 5
-"""What a call may take beyond its command, over the network."""
+"""Time that a call may take in addition to its command, because of the network."""
 
 MAX_CREATES_AT_ONCE = 32
 CREATES_AT_ONCE = {"docker": 16, "podman": 16, "prime": 8, "daytona": 8, "e2b": 4}
@@ -28,7 +29,7 @@ CREATES_AT_ONCE = {"docker": 16, "podman": 16, "prime": 8, "daytona": 8, "e2b": 
 
 
 class ContractError(Exception):
-    """A provider does not do what its interface promises."""
+    """A provider breaks a promise of its interface."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Trial:
         return self._shared
 
     async def output(self, command: str, **options: Any) -> str:
-        """Returns what a command prints in the shared sandbox."""
+        """Returns the output of a command in the shared sandbox."""
         result = await self.provider.execute(await self.shared(), command, **options)
         expect(result.exit_code == 0, f"{command!r} returned {result}")
         return result.stdout
@@ -66,14 +67,14 @@ class Trial:
 
 
 def expect(holds: object, found: str) -> None:
-    """Raises `ContractError` if something does not hold."""
+    """Raises `ContractError` if the condition is false."""
     if not holds:
         raise ContractError(found)
 
 
 async def expect_none_left(trial: Trial, run: str) -> None:
     """Raises `ContractError` if sandboxes with a label remain, and destroys them."""
-    for _ in range(60):  # services destroy after they have answered
+    for _ in range(60):  # services respond before they have destroyed the sandbox
         if not (left := await trial.provider.find(run)):
             return
         await asyncio.sleep(0.5)
@@ -246,12 +247,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def sentence(check: Check) -> str:
-    """Returns what a check verifies."""
+    """Returns the property that a check verifies."""
     return (check.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 async def run_contract(trial: Trial) -> AsyncIterator[tuple[Check, float, str]]:
-    """Runs all checks. Yields each with its seconds and what is wrong, "" if nothing is."""
+    """Runs all checks. Yields each check with its duration in seconds and its error, "" if it passed."""
     try:
         for check in CHECKS:
             started, problem = time.monotonic(), ""

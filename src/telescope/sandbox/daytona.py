@@ -1,4 +1,4 @@
-"""Sandboxes of Daytona, by the package `daytona`, or `daytona-sdk` of older installations."""
+"""Runs sandboxes at Daytona with the package `daytona`, or `daytona-sdk` in older installations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CREATE_SECONDS = 600
 
 
 class DaytonaSandboxProvider(CloudSandboxProvider):
-    """Runs sandboxes at Daytona. `extra["snapshot"]` starts one from a snapshot, whose sizes count."""
+    """Runs sandboxes at Daytona. `extra["snapshot"]` starts from a snapshot, which sets the sizes."""
 
     modules, package = ("daytona", "daytona_sdk"), "daytona"
     key_variables = ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN")
@@ -54,7 +54,7 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
             "auto_stop_interval": life,
             "ephemeral": True,
         }
-        if "ttl_minutes" in kind.model_fields:  # older versions know the idle time alone
+        if "ttl_minutes" in kind.model_fields:  # older versions limit only the idle time
             settings["ttl_minutes"] = life
         if snapshot:
             settings["snapshot"] = snapshot
@@ -74,7 +74,7 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
         await (await self._sandbox(handle)).fs.upload_file(content, path)
 
     async def _destroy(self, handle: SandboxHandle) -> None:
-        await (await self.client.get(handle.id)).delete()  # of this loop's client
+        await (await self.client.get(handle.id)).delete()  # with this loop's client
 
     async def _find(self, run: str) -> list[SandboxHandle]:
         query = self.sdk.ListSandboxesQuery(labels={LABEL: run})

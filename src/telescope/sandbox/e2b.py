@@ -1,4 +1,4 @@
-"""Sandboxes of E2B, by the package `e2b`."""
+"""Runs sandboxes at E2B with the package `e2b`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from telescope.sandbox.remote import LABEL, run_label, unique_name
 
 
 class E2BSandboxProvider(CloudSandboxProvider):
-    """Runs sandboxes at E2B. The image is a template, to which processors, memory and disk belong."""
+    """Runs sandboxes at E2B. The image is a template, which sets processors, memory and disk."""
 
     modules, package, key_variables = ("e2b",), "e2b", ("E2B_API_KEY",)
     setup_hint = "Set E2B_API_KEY: https://e2b.dev/dashboard?tab=keys"
@@ -21,7 +21,7 @@ class E2BSandboxProvider(CloudSandboxProvider):
     detach_after = 60
     makes_folders = True
     error_table = (
-        # The first two are timeouts by inheritance, but say that the sandbox is gone, or perhaps gone.
+        # The first two inherit from timeouts, but mean that the sandbox is gone, or may be.
         ("Sandbox(NotRunning|NotFound)Exception", "", errors.SandboxNotRunningError),
         ("SandboxUnreachableException", "", errors.SandboxError),
         ("TimeoutException", "", errors.SandboxCommandTimeoutError),

@@ -1,4 +1,4 @@
-"""What fails with sandboxes: infrastructure, which is retried or masked, or a set-up that the user must complete."""
+"""Errors of sandboxes: infrastructure failures, which are retried or masked, and incomplete set-ups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SandboxError(InfrastructureError):
 
 
 class SandboxCommandTimeoutError(SandboxError):
-    """A command did not end in time. All of its processes were killed."""
+    """A command exceeded its time limit. All of its processes were killed."""
 
     def __init__(self, command: str, timeout: float, sandbox_id: str = "") -> None:
         self.command, self.timeout, self.sandbox_id = command, timeout, sandbox_id
@@ -36,7 +36,7 @@ class SandboxImagePullError(SandboxError):
 
 
 class SandboxBusyError(SandboxError):
-    """A service refuses to create a sandbox for now. Nothing was left behind: create again after a pause."""
+    """A service temporarily refuses to create a sandbox. Nothing was left behind; retry after a pause."""
 
 
 class SandboxSetupError(UserError):

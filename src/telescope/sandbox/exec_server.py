@@ -1,31 +1,31 @@
-"""Runs commands inside a sandbox, for `sandbox.local`, which passes this file, compiled, to a Python there.
+"""Runs commands inside a sandbox. `sandbox.local` passes this file, compiled, to a Python interpreter there.
 
 It has one thread and few imports, because imports delay the start of a sandbox. When its inherited socket closes, it
-exits, and with it every process of the sandbox.
+exits, which ends every process of the sandbox.
 
-A request is a frame (number of the request and length, 4 bytes each), whose fields are separated by NUL: `exec`, time
-limit, folder, command, variables; `stop`, number of the command; `write`, path, content; `read`, path, largest size;
-`relay`, path of a socket, port.
-A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), and for two streams the length that was written
-(8 bytes) and the length that follows, then the streams. Of a long stream the middle is left out.
+A request is a frame (request number and length, 4 bytes each) with fields separated by NUL: `exec`, time limit, folder,
+command, variables; `stop`, number of the command; `write`, path, content; `read`, path, maximum size; `relay`, socket
+path, port.
+A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), for each of two streams its full length and the
+length that follows (8 bytes each), then the streams. The middle of a long stream is left out.
 """
 
-import posix  # not os, whose import takes a tenth of a start
+import posix  # not os: its import takes a tenth of the start time
 import select
 import sys
 import time
 from resource import RLIM_INFINITY, RLIMIT_CORE, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit, setrlimit
 
 FAILED, TIMED_OUT = -1, -2
-SIGKILL = 9  # the module signal costs a start some milliseconds
-LONGEST_ARGUMENT = 100_000  # of a command line; the kernel's limit is 128 KiB
+SIGKILL = 9  # importing the module signal takes some milliseconds
+LONGEST_ARGUMENT = 100_000  # in bytes; the kernel's limit is 128 KiB
 PIECE = 65536
 MARK = b"TELESCOPE_COMMAND="
 LONGEST_WAIT_MS = 1e6  # poll takes at most 2^31
 
 
 class Stream:
-    """What a command writes to one of its outputs, at most `limit` bytes of it."""
+    """Buffers one output stream of a command, at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.read_end, self.write_end = posix.pipe()
@@ -33,7 +33,7 @@ class Stream:
         self.half, self.total, self.head, self.tail = limit // 2, 0, b"", b""
 
     def drain(self) -> bool:
-        """Reads what there is. Returns whether the end was reached."""
+        """Reads what is available. Returns whether the end was reached."""
         while True:
             try:
                 piece = posix.read(self.read_end, PIECE)
@@ -48,7 +48,7 @@ class Stream:
 
 
 class Command:
-    """A running command: its process, streams, and the time at which it is killed."""
+    """A running command: its process, its streams and its deadline."""
 
     def __init__(
         self, server: "Server", number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
@@ -93,9 +93,9 @@ class Command:
     def kill(self) -> None:
         """Kills the command and every process that it started, also outside its session.
 
-        An orphan without a mark, which it hid, counts as the command's if it began later.
+        An orphan that hid its mark counts as the command's if it started later than the command.
         """
-        for _ in range(50):  # again, because one may fork while the others are killed
+        for _ in range(50):  # repeats, because one may fork while the others are killed
             tree = {self.pid}
             members = []
             with open(f"/proc/{self.pid}/stat", "rb") as file:
@@ -135,8 +135,8 @@ class Server:
         self.descriptor, self.output_limit, self.environment = descriptor, output_limit, environment
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
-        self.commands: dict[int, Command] = {}  # by the descriptor of their process
-        self.streams: dict[int, Stream] = {}  # by descriptor, also of daemons
+        self.commands: dict[int, Command] = {}  # by file descriptor of the process
+        self.streams: dict[int, Stream] = {}  # by file descriptor, daemons included
 
     def receive(self, length: int) -> bytes:
         """Reads `length` bytes from the socket. Exits at its end."""
@@ -150,7 +150,7 @@ class Server:
         return b"".join(pieces)
 
     def reply(self, number: int, code: int, *streams: tuple[int, bytes]) -> None:
-        """Sends a reply; each stream is (length that was written, bytes)."""
+        """Sends a reply. Each stream is (full length, bytes)."""
         head = number.to_bytes(4, "big") + code.to_bytes(4, "big", signed=True)
         for total, content in streams:
             head += total.to_bytes(8, "big") + len(content).to_bytes(4, "big")
@@ -203,7 +203,7 @@ class Server:
             self.reply(number, FAILED, (0, b""), (len(message), message))
 
     def ended(self, command: Command) -> None:
-        """Replies after a command's shell has ended. Later output of its daemons is read and dropped."""
+        """Replies once a command's shell has exited. Later output of its daemons is read and dropped."""
         _, status = posix.waitpid(command.pid, 0)
         self.poll.unregister(command.process)
         posix.close(command.process)
@@ -258,7 +258,7 @@ def relay(path: bytes, port: int, descriptor: int) -> None:
             while piece := source.recv(PIECE):
                 target.sendall(piece)
             target.shutdown(_socket.SHUT_WR)
-        except OSError:  # a side has gone
+        except OSError:  # one side has closed
             for each in (source, target):
                 try:  # noqa: SIM105
                     each.shutdown(_socket.SHUT_RDWR)
@@ -282,7 +282,7 @@ def relay(path: bytes, port: int, descriptor: int) -> None:
 
 
 def main(socket: str, output_limit: str, num_processes: str, data_bytes: str) -> None:
-    """Sets up the sandbox from inside, reports that it is ready, and serves. A limit of 0 is no limit."""
+    """Sets up the sandbox from inside, reports that it is ready, and serves. A limit of 0 means no limit."""
     descriptor = int(socket)
     posix.set_inheritable(descriptor, False)
     posix.umask(0o022)

@@ -1,7 +1,7 @@
 """Lists a run's sandboxes in a file, so that none outlives the run.
 
-Invariant: a sandbox is in the file before it is used, and leaves it after it is destroyed. `reap` destroys what a
-killed process left: by id, and by the label that every sandbox of the run carries.
+Invariant: a sandbox is added to the file before it is used, and removed after it is destroyed. `reap` destroys what a
+killed process left, by id and by the label that every sandbox of the run carries.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ DIRECTORY_VARIABLE = "TELESCOPE_SANDBOX_RECORD"
 
 
 class SandboxLedger:
-    """The file in a run directory. Without a directory nothing is written."""
+    """The ledger file in a run directory. Without a directory nothing is written."""
 
     def __init__(self, directory: Path | None) -> None:
         self.path = None if directory is None else directory / FILE_NAME
 
     @classmethod
     def of_process(cls) -> SandboxLedger:
-        """Returns the ledger of the run that this process works for."""
+        """Returns the ledger of this process's run."""
         directory = os.environ.get(DIRECTORY_VARIABLE)
         return cls(Path(directory) if directory else None)
 
     @property
     def run(self) -> str:
-        """The label of the run's sandboxes."""
+        """Returns the label of the run's sandboxes."""
         if self.path is None:
             return ""
         folder = self.path.parent.resolve()
@@ -59,22 +59,22 @@ class SandboxLedger:
         """Yields the entries in order."""
         if self.path is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError):  # the last line of a killed process
+                with contextlib.suppress(ValueError):  # a killed process may leave half a line
                     yield json.loads(line)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # on another node than the driver's
-        with open(self.path, "ab", buffering=0) as file:  # one write of one line: processes do not mix
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # it may not exist on other nodes
+        with open(self.path, "ab", buffering=0) as file:  # one write per line, so lines of processes do not mix
             file.write(json.dumps(row).encode() + b"\n")
 
 
 async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
-    """Destroys the sandboxes that a run left, by their ids and by its label.
+    """Destroys the sandboxes that a run left, by their ids and by the run's label.
 
-    The label is searched at the providers of the run's sandboxes and at `providers`. Returns the provider and the id of
-    each sandbox. A provider that cannot be used is logged.
+    Searches for the label at the providers in the ledger and at `providers`. Returns the provider and id of each
+    destroyed sandbox. Logs a provider that cannot be used.
     """
     ledger = SandboxLedger(directory)
     left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}
@@ -92,7 +92,7 @@ async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
             with _logged(made_by):
                 handles |= {handle.id: handle for handle in await provider.find(ledger.run)}
             for handle in handles.values():
-                with _logged(made_by):  # one that fails keeps no other
+                with _logged(made_by):  # a failure does not stop the others
                     await provider.destroy(handle)
                     ledger.closed(handle)
                     destroyed.append(f"{provider.name} {handle.id}")

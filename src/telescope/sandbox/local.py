@@ -1,10 +1,11 @@
-"""Sandboxes on this machine, by bubblewrap: private processes, files and network, without an account, a daemon or root.
+"""Runs sandboxes on this machine with bubblewrap, without an account, a daemon or root.
 
-A sandbox is one long-lived bubblewrap with `exec_server` inside, so that a command costs a fork, and files and
-background processes survive between commands. Its files are in memory, at most `disk_size_gb`. It has `/usr` and this
-Python read-only, no capabilities, and no network except a given endpoint. It ends with this process.
+Each sandbox has private processes, files and network. It is one long-lived bubblewrap with `exec_server` inside, so a
+command costs a fork, and files and background processes survive between commands. Its files are in memory, at most
+`disk_size_gb`. It has `/usr` and this Python read-only, no capabilities, and no network except a given endpoint. It
+ends with this process.
 
-`local` shares the kernel of the host: for code that is hostile on purpose, use a provider with a kernel of its own.
+`local` shares the kernel of the host. Use a provider with its own kernel for deliberately hostile code.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ Or name another provider (provider: docker, prime, modal, daytona, e2b)."""
 
 
 class LocalSandboxProvider(SandboxProvider):
-    """Runs sandboxes by bubblewrap.
+    """Runs sandboxes with bubblewrap.
 
-    `image` of a config is a folder with a root file system, by default this machine's. `extra`: `read_only`, a list of
-    folders to show as they are; `endpoint`, a Unix socket that is reachable as port 8000 of the sandbox's own loopback;
-    `max_processes`. Raises `SandboxSetupError` without bubblewrap.
+    A config's `image` is a folder with a root file system, by default this machine's. `extra` may have `read_only`, a
+    list of folders to mount read-only; `endpoint`, a Unix socket that the sandbox reaches as port 8000 of its loopback;
+    and `max_processes`. Raises `SandboxSetupError` without bubblewrap.
     """
 
     is_reusable = False
@@ -78,13 +79,13 @@ class LocalSandboxProvider(SandboxProvider):
         self._has_cgroups = are_usable()
         self._creating: dict[str, asyncio.Task[Any]] = {}
         self._sandboxes: dict[str, LocalSandbox] = {}
-        """By id, until they are destroyed."""
+        """Sandboxes by id, until they are destroyed."""
         self._has_warned = False
         self._code = os.memfd_create("exec_server.py")
-        with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of a start
+        with tempfile.TemporaryDirectory() as folder:  # compiled, because compiling takes a third of the start time
             compiled = py_compile.compile(exec_server.__file__, f"{folder}/exec_server.pyc", doraise=True)
             os.write(self._code, Path(str(compiled)).read_bytes())
-        # A thread of its own: bubblewrap ends with the thread that started it, and calls may come from any event loop.
+        # A separate thread: bubblewrap ends with the thread that started it, and calls may come from any event loop.
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="sandboxes", daemon=True)
@@ -95,7 +96,7 @@ class LocalSandboxProvider(SandboxProvider):
         try:
             return await self._run(self._create(name, config))
         except asyncio.CancelledError:
-            if not self._is_closed:  # in the loop of the provider, so that it ends whatever becomes of this one
+            if not self._is_closed:  # in the provider's loop, so that it finishes even if this loop ends
                 abandoning = asyncio.run_coroutine_threadsafe(self._abandon(name), self._loop)
                 await asyncio.shield(asyncio.wrap_future(abandoning))
             raise
@@ -103,7 +104,7 @@ class LocalSandboxProvider(SandboxProvider):
     async def _abandon(self, name: str) -> None:
         """Destroys a sandbox whose creation was cancelled, even if the creation has just ended."""
         if (creating := self._creating.get(name)) is not None:
-            if not creating.cancelling():  # a second time would end its wait for the destruction
+            if not creating.cancelling():  # a second cancellation would end its wait for the destruction
                 creating.cancel()
             await asyncio.wait({creating})
         if (sandbox := self._sandboxes.pop(name, None)) is not None:
@@ -131,14 +132,14 @@ class LocalSandboxProvider(SandboxProvider):
             with contextlib.suppress(SandboxNotRunningError):
                 await self._run(sandbox.destroy())
             self._sandboxes.pop(handle.id, None)
-        else:  # of another process, which may have ended
+        else:  # created by another process, which may have ended
             await asyncio.to_thread(kill_marked, handle.id.encode())
 
     async def find(self, run: str) -> list[SandboxHandle]:
         return [SandboxHandle(name) for name in {name for _, name in await asyncio.to_thread(marked, run.encode())}]
 
     async def close(self) -> None:
-        """Destroys the remaining sandboxes, and ends the thread of the provider."""
+        """Destroys the remaining sandboxes and ends the provider's thread."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -151,7 +152,7 @@ class LocalSandboxProvider(SandboxProvider):
         os.close(self._code)
 
     async def _end(self) -> None:
-        """Destroys all sandboxes, and waits for the calls that this ends."""
+        """Destroys all sandboxes, and waits for the calls that fail because of it."""
         await asyncio.sleep(0)  # starts the last calls
         await asyncio.gather(*map(self._abandon, [*self._creating, *self._sandboxes]))
         calls = asyncio.all_tasks() - {asyncio.current_task()}
@@ -201,7 +202,7 @@ class LocalSandboxProvider(SandboxProvider):
         return SandboxHandle(name)
 
     def _command(self, config: SandboxConfig, disk: int) -> tuple[list[str], int | None]:
-        """Returns bubblewrap's command line without the server, and the user to run it as (None: this one)."""
+        """Returns bubblewrap's command line without the server, and the user to run it as (None: the current user)."""
         root = Path(config.image or "/")
         if not (root / "usr").is_dir():
             raise UserError(
@@ -213,7 +214,7 @@ class LocalSandboxProvider(SandboxProvider):
         python = Path(sys.base_prefix).resolve()
         shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None
-        # Root could read every mounted file, and the limit of processes does not apply to it.
+        # Root could read every mounted file, and is exempt from the limit of processes.
         if os.geteuid() == 0 and all(map(_is_open_to_all, (root, python, *shown, *(path.parent for path in endpoint)))):
             user = UNPRIVILEGED_USER
         command = [
@@ -247,7 +248,7 @@ class LocalSandboxProvider(SandboxProvider):
         return command, user
 
     def _warn_of_soft_limits(self, enforced: set[str], user: int | None) -> None:
-        """Logs once which limits the kernel does not enforce for a whole sandbox."""
+        """Logs once which limits the kernel cannot enforce for a whole sandbox."""
         by_rlimit = {"processes"} if user is not None or os.geteuid() else set()
         consequences = {"memory": "of each process, not of all", "processes": "none", "cpu": "none"}
         soft = [f"{name} ({what})" for name, what in consequences.items() if name not in enforced | by_rlimit]
@@ -261,7 +262,7 @@ class LocalSandboxProvider(SandboxProvider):
 
 
 def _paths_of(config: SandboxConfig, option: str) -> list[Path]:
-    """Returns the paths, or the path, that an option of `extra` names. Raises `UserError` for one that is missing."""
+    """Returns the path or paths in an option of `extra`. Raises `UserError` for a missing path."""
     named = config.extra.get(option) or []
     paths = [Path(path) for path in ([named] if isinstance(named, str | Path) else named)]
     for path in paths:

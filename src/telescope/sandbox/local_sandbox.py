@@ -1,7 +1,7 @@
-"""One local sandbox: its bubblewrap, and the connection to `exec_server` inside.
+"""One local sandbox: its bubblewrap process and the connection to `exec_server` inside.
 
-Everything runs in the event loop of the provider. What comes from inside is not trusted: sizes are bounded, and a
-sandbox that does not answer, or breaks the protocol, is ended.
+Everything runs in the provider's event loop. Data from inside is not trusted: sizes are bounded, and a sandbox that
+does not respond or breaks the protocol is ended.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from telescope.sandbox.errors import (
 )
 
 MARK_VARIABLE = "TELESCOPE_SANDBOX"
-"""Environment variable of bubblewrap itself, outside the sandbox: its id and the label of its run."""
+"""Environment variable of bubblewrap itself, outside the sandbox. Has the sandbox's id and its run's label."""
 REPLY_SECONDS = 10.0
-"""Time beyond the limit of a command in which the sandbox must answer."""
+"""Time beyond a command's limit within which the sandbox must respond."""
 REPLY = struct.Struct(">IiQIQI")
 """Head of a reply, see `exec_server`."""
 NO_NAMESPACES = """
@@ -43,7 +43,7 @@ seccomp=unconfined --security-opt apparmor=unconfined. Or name another provider.
 
 
 class LocalSandbox:
-    """One bubblewrap, from the loop of the provider."""
+    """One bubblewrap process. Use it from the provider's event loop."""
 
     def __init__(self, name: str, cgroup: Cgroup | None) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class LocalSandbox:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
-        """Starts bubblewrap, and waits for the server inside, whose program is the file `code`."""
+        """Starts bubblewrap and waits for the server inside, whose program is the file `code`."""
         ours, theirs = socket.socketpair()
         server = [f"{sys.base_prefix}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
         try:
@@ -74,7 +74,7 @@ class LocalSandbox:
         finally:
             theirs.close()
         self._reading = asyncio.ensure_future(self._read(reader))
-        if self._cgroup is not None:  # the first move waits for the kernel for some ms, while the server starts
+        if self._cgroup is not None:  # the first move takes the kernel some ms, during which the server starts
             with contextlib.suppress(ProcessLookupError):  # bubblewrap failed, and says why
                 await asyncio.to_thread(self._cgroup.add, self._process.pid)
         await self._replies[0]
@@ -86,12 +86,12 @@ class LocalSandbox:
         del self._replies[0]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Passes replies to the calls that wait for them, until the sandbox ends."""
+        """Passes replies to the calls that wait for them until the sandbox ends."""
         why = ""
         try:
             while True:
                 number, code, *sizes = REPLY.unpack(await reader.readexactly(REPLY.size))
-                if sizes[1] + sizes[3] > 2 * MAX_FILE_BYTES:  # whatever runs there may have taken over
+                if sizes[1] + sizes[3] > 2 * MAX_FILE_BYTES:  # code inside may have replaced the server
                     raise ValueError("it broke the protocol")
                 streams = [(sizes[0], await reader.readexactly(sizes[1]))]
                 streams.append((sizes[2], await reader.readexactly(sizes[3])))
@@ -104,12 +104,12 @@ class LocalSandbox:
         self.end(why)
 
     def end_after(self, seconds: float) -> None:
-        """Ends the sandbox in `seconds`."""
+        """Ends the sandbox after `seconds`."""
         why = "its time is over (timeout_seconds)"
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end, why)
 
     def end(self, why: str) -> None:
-        """Kills everything in the sandbox. Calls that wait fail with the reason."""
+        """Kills everything in the sandbox. Waiting calls fail with the reason."""
         if self.ended is None:
             self.ended = self._why_ended(why)
         if self._process is not None:
@@ -132,17 +132,17 @@ class LocalSandbox:
         return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
 
     async def destroy(self) -> None:
-        """Ends the sandbox, and waits until its processes are gone. Goes on if it is cancelled."""
+        """Ends the sandbox and waits until its processes are gone. Continues when cancelled."""
         self._ending = self._ending or asyncio.ensure_future(self._destroy())
         await asyncio.shield(self._ending)
 
     async def _destroy(self) -> None:
         self.end("it was destroyed")
         if self._timer is not None:
-            self._timer.cancel()  # it refers to this object
+            self._timer.cancel()  # it keeps a reference to this object
         if self._process is not None:
             await asyncio.to_thread(self._process.wait)
-            if 0 in self._replies:  # bubblewrap may have been killed before its child was to die with it
+            if 0 in self._replies:  # bubblewrap may have been killed before it tied its child to itself
                 await asyncio.to_thread(kill_marked, self.name.encode())
             assert self._process.stderr is not None
             self._process.stderr.close()
@@ -154,7 +154,7 @@ class LocalSandbox:
             await asyncio.to_thread(self._cgroup.remove)
 
     async def _call(self, *fields: bytes, seconds: float) -> tuple[int, list[tuple[int, bytes]]]:
-        """Sends a request. Returns exit code and streams."""
+        """Sends a request. Returns the exit code and the streams."""
         if self.ended is not None:
             raise self.ended
         assert self._writer is not None
@@ -205,7 +205,7 @@ class LocalSandbox:
 
 
 def _as_text(total: int, content: bytes) -> str:
-    """Returns a stream as text, and says where the server left out its middle."""
+    """Returns a stream as text, with a note where the server left out its middle."""
     if left_out := total - len(content):
         half = len(content) // 2
         content = content[:half] + f"\n[... {left_out} bytes left out ...]\n".encode() + content[half:]
@@ -218,7 +218,7 @@ def _child(pid: int) -> int:
 
 
 def marked(word: bytes) -> list[tuple[int, str]]:
-    """Returns process and id of each sandbox of this machine whose id or label is `word`."""
+    """Returns process and id of each sandbox on this machine whose id or label is `word`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -231,7 +231,7 @@ def marked(word: bytes) -> list[tuple[int, str]]:
 
 
 def kill_marked(name: bytes) -> None:
-    """Kills the sandbox of that id, whichever process made it."""
+    """Kills the sandbox with this id, whichever process created it."""
     for pid, _ in marked(name):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

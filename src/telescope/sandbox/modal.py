@@ -1,4 +1,4 @@
-"""Sandboxes of Modal, by the package `modal`."""
+"""Runs sandboxes at Modal with the package `modal`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telescope.sandbox.remote import LABEL, run_label
 
 
 class ModalSandboxProvider(CloudSandboxProvider):
-    """Runs sandboxes at Modal, in the app `extra["app"]`. Without an image: Debian with this Python."""
+    """Runs sandboxes at Modal in the app `extra["app"]`. The default image is Debian with this Python."""
 
     modules, package = ("modal",), "modal"
     key_variables, key_file = ("MODAL_TOKEN_ID",), "~/.modal.toml"
@@ -30,7 +30,7 @@ class ModalSandboxProvider(CloudSandboxProvider):
     )
 
     def __init__(self) -> None:
-        super().__init__()  # tokens come in pairs, from the environment or the file
+        super().__init__()  # tokens come in pairs, from the environment or a file
 
     async def _sandbox(self, handle: SandboxHandle) -> Any:
         if handle.provider_data is None:

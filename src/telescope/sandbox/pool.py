@@ -1,7 +1,7 @@
-"""A pool of sandboxes that are ready before they are needed.
+"""A pool that creates sandboxes before they are needed.
 
-At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is normal: it is replaced, and its user
-gets an error that counts as infrastructure. Every sandbox is in the ledger of the run before it is used.
+At most `pool_size` sandboxes exist at a time, in use or ready. A lost sandbox is replaced, and its user gets an error
+that counts as infrastructure. Every sandbox is in the run's ledger before it is used.
 
 A pool belongs to the event loop that starts it.
 """
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 CREATE_ATTEMPTS = 5
 DESTROY_ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
-"""Pause after a first failure; doubled after each."""
+"""Pause after the first failure, doubled after each further one."""
 CHECK_SECONDS = 10.0
-"""A sandbox that was ready for longer is checked before it is used."""
+"""A sandbox that has been ready for longer is checked before use."""
 LEAST_LIFE = 0.25
 """Share of its life that a sandbox must have left to be handed out."""
 
 
 class GenericSandboxPool:
-    """Sandboxes of one provider and one configuration.
+    """Sandboxes of one provider with one configuration.
 
-    `max_concurrent_creates` bounds how many are created at the same time. With `reuse` a released sandbox is handed out
-    again, with the files and processes of its last user; by default only where creating is slow
+    `max_concurrent_creates` limits concurrent creations. With `reuse` a released sandbox is handed out again with the
+    files and processes of its last user; the default is to reuse only where creation is slow
     (`SandboxProvider.is_reusable`).
     """
 
@@ -62,7 +62,7 @@ class GenericSandboxPool:
         """Sandboxes that are ready, and errors of failed creations."""
         self.in_use_sandboxes: set[SandboxHandle] = set()
         self.all_sandboxes: dict[SandboxHandle, float] = {}
-        """When each was created, by `time.monotonic()`."""
+        """Creation time of each sandbox, by `time.monotonic()`."""
         self._reuse = provider.is_reusable if reuse is None else reuse
         self._ready_since: dict[SandboxHandle, float] = {}
         self._creating = asyncio.Semaphore(max_concurrent_creates)
@@ -73,7 +73,7 @@ class GenericSandboxPool:
         self._is_open = False
 
     async def start(self) -> None:
-        """Starts to create sandboxes, and waits until the first is ready. Raises the error of its creation."""
+        """Starts creating sandboxes and waits until the first is ready. Raises the error of its creation."""
         self._is_open = True
         try:
             await self.release(await self._take(), reuse=True)
@@ -83,7 +83,7 @@ class GenericSandboxPool:
 
     @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
-        """Returns a running sandbox. Raises `SandboxError` if none is free within `timeout` seconds."""
+        """Returns a running sandbox. Raises `SandboxError` if none becomes free within `timeout` seconds."""
         if not self._is_open:
             raise SandboxError("the pool of sandboxes has not started, or has ended")
         try:
@@ -94,7 +94,7 @@ class GenericSandboxPool:
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, reuse: bool = False) -> None:
-        """Gives a sandbox back. With `reuse`, the pool's or this one, it is used again, else destroyed and replaced."""
+        """Returns a sandbox to the pool. It is reused if `reuse` is set here or for the pool, else replaced."""
         if handle not in self.in_use_sandboxes:
             return
         if not (self._reuse or reuse):
@@ -104,7 +104,7 @@ class GenericSandboxPool:
         self._ready(handle)
 
     async def remove(self, handle: SandboxHandle) -> None:
-        """Destroys a sandbox, broken or not, and replaces it. Returns at once."""
+        """Destroys and replaces a sandbox. Returns at once."""
         if self.all_sandboxes.pop(handle, None) is None:
             return
         self.in_use_sandboxes.discard(handle)
@@ -112,7 +112,7 @@ class GenericSandboxPool:
         self._refill()
 
     async def shutdown(self) -> None:
-        """Destroys all sandboxes, also the ones that are being created."""
+        """Destroys all sandboxes, including those under creation."""
         self._is_open = False
         for task in list(self._tasks):
             if task.get_name() == "create":
@@ -134,7 +134,7 @@ class GenericSandboxPool:
             self.ledger.closed(handle)
 
     async def _take(self) -> SandboxHandle:
-        """Returns a ready sandbox that is alive and has some life left."""
+        """Returns a ready sandbox that is alive and has enough lifetime left."""
         while True:
             self._num_waiting += 1
             try:
@@ -169,13 +169,13 @@ class GenericSandboxPool:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str = "destroy") -> None:
         context = copy_context()
-        context.run(SAMPLE.set, "")  # a new sandbox is not for the current sample
+        context.run(SAMPLE.set, "")  # a new sandbox does not belong to the current sample
         task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _create(self) -> None:
-        """Creates a sandbox. Its error goes to a waiting `acquire`, if there is one."""
+        """Creates a sandbox. Passes an error to a waiting `acquire`, if there is one."""
         try:
             async with self._creating:
                 handle = await self._create_with_retries()
@@ -187,7 +187,7 @@ class GenericSandboxPool:
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
             if self._num_waiting > self.ready_queue.qsize():
-                asyncio.get_running_loop().call_soon(self._refill)  # for the others that wait
+                asyncio.get_running_loop().call_soon(self._refill)  # for other waiting calls
         finally:
             self._num_creating -= 1
 

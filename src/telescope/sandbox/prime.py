@@ -1,4 +1,4 @@
-"""Sandboxes of Prime Intellect, by the package `prime-sandboxes`."""
+"""Runs sandboxes at Prime Intellect with the package `prime-sandboxes`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from telescope.sandbox.remote import LABEL, run_label, unique_name
 
 
 class PrimeSandboxProvider(CloudSandboxProvider):
-    """Runs sandboxes at Prime Intellect. The first use of an image builds it, which may take 50 minutes."""
+    """Runs sandboxes at Prime Intellect. The first use of an image builds it, for up to 50 minutes."""
 
     modules, package = ("prime_sandboxes",), "prime-sandboxes"
     key_variables, key_file = ("PRIME_API_KEY",), "~/.prime/config.json"
@@ -49,12 +49,12 @@ class PrimeSandboxProvider(CloudSandboxProvider):
             environment_vars=config.environment_vars,
             labels=[f"{key}={value}" for key, value in run_label(config).items()],
             team_id=extra.get("team_id"),
-            network_allowlist=None if extra.get("network") else [],  # [] is how the SDK says deny all
+            network_allowlist=None if extra.get("network") else [],  # [] denies all
             idempotency_key=name,
         )
         try:
             sandbox = await self.client.create(request)
-        except self.sdk.APITimeoutError:  # it may exist: with the same key the answer is the same sandbox
+        except self.sdk.APITimeoutError:  # it may exist: the same key returns the same sandbox
             sandbox = await self.client.create(request)
         return SandboxHandle(sandbox.id)
 
@@ -71,7 +71,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
             return await self.client.start_background_job(handle.id, command, working_dir=working_dir)
 
     async def get_background_job(self, handle: SandboxHandle, job: Any) -> Any:
-        """Returns the SDK's status of a job: `completed`, `exit_code`, `stdout`, `stderr`."""
+        """Returns the SDK's job status: `completed`, `exit_code`, `stdout`, `stderr`."""
         with self._translated(handle.id, "a background job", 60):
             return await self.client.get_background_job(handle.id, job)
 

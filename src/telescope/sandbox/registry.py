@@ -1,4 +1,4 @@
-"""Finds providers of sandboxes by name."""
+"""Finds sandbox providers by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROVIDERS = {
 
 
 def provider_class(name: str | None = None) -> type[SandboxProvider]:
-    """Returns the class of a provider; `local` without a name. Raises `UserError` for an unknown one."""
+    """Returns a provider's class, by default that of `local`. Raises `UserError` for an unknown name."""
     path = PROVIDERS.get(name or "local", name or "")
     if "." not in path:
         raise UserError(f"provider={name!r} is not known. Use one of {', '.join(PROVIDERS)}, or package.module.Class")
@@ -35,7 +35,7 @@ def provider_class(name: str | None = None) -> type[SandboxProvider]:
 
 
 def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
-    """Returns a provider; `local` without a name. `name` may also be the dotted path of a class.
+    """Returns a provider, by default `local`. `name` may also be the dotted path of a class.
 
     Raises `UserError` for an unknown name, and `SandboxSetupError` if the provider cannot be used here.
     """

@@ -1,8 +1,9 @@
-"""Base of cloud and container providers: commands by a script, creation that leaks nothing, errors by a table.
+"""Base of cloud and container providers.
 
-A provider hands a script to its service and returns what it printed. The script itself keeps the command's deadline,
-caps both streams before they travel, and prints them with the exit code around a marker: so a service needs one stream
-and one call, and a command longer than `detach_after` seconds is only started, then asked for.
+Runs commands through a script, leaks no sandbox on a failed creation, and maps the SDK's errors with a table. A
+provider passes a script to its service and returns the output. The script enforces the command's deadline, caps both
+streams before they are sent, and prints them with the exit code around a marker, so a service needs only one stream and
+one call. A command longer than `detach_after` seconds is started in the background and polled.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 LABEL = "telescope_run"
 MAX_INLINE_BYTES = 24_000
-"""Longer commands are uploaded: a service takes 64 kB in a command line, and quotes grow when they are quoted."""
+"""Longer commands are uploaded: a service accepts 64 kB in a command line, and quoting makes commands longer."""
 GRACE_SECONDS = 10
-"""What a service has beyond the command's own deadline, so that the script reports first."""
+"""Extra time for a service after the command's own deadline, so that the script reports first."""
 POLL_SECONDS = (0.5, 5.0)
-"""First and longest pause between two questions for a detached command."""
+"""First and longest pause between two polls of a detached command."""
 
-# Both children lead a session, so that a signal reaches their groups. Background processes of the command live on.
+# Both children lead a session, so that a signal reaches their groups. Background processes keep running.
 _RUN = """
 shell=$(command -v bash || command -v sh)
 ( cd -- {folder} && exec setsid "$shell" {work}/command ) >{work}/out 2>{work}/err </dev/null &
@@ -74,29 +75,29 @@ class RemoteSandboxProvider(SandboxProvider):
     """A provider that runs scripts. Subclasses implement `_start`, `_run`, `_upload`, `_destroy` and `_find`."""
 
     default_image: ClassVar[str | None] = "python:3.12-slim"
-    """Image where neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
+    """Image if neither the configuration nor `DEFAULT_DOCKER_IMAGE` names one. None: images are not Docker's."""
     detach_after: ClassVar[float] = 300
-    """Longest time limit of a command, in seconds, that waits in one call of the service."""
+    """Commands with a longer time limit, in seconds, are detached instead of waiting in one call of the service."""
     makes_folders: ClassVar[bool] = False
-    """Whether an upload takes any absolute path."""
+    """Whether an upload creates missing parent folders of any absolute path."""
     error_table: ClassVar[tuple[tuple[str, str, type[Exception]], ...]] = ()
-    """Patterns of an SDK error's class and of its message, and our class. The first match counts."""
+    """Patterns for the class and message of an SDK error, and our class. The first match counts."""
     setup_hint: ClassVar[str] = ""
-    """How to get what the service needs: keys, quota."""
+    """How to get the keys and quota that the service needs."""
 
     def __init__(self) -> None:
         self._undoing: set[asyncio.Future[None]] = set()
 
     @abstractmethod
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
-        """Creates a sandbox, and returns as soon as its id is known."""
+        """Creates a sandbox and returns as soon as its id is known."""
 
     async def _wait_until_running(self, handle: SandboxHandle) -> None:
         return None
 
     @abstractmethod
     async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
-        """Runs a script in sh."""
+        """Runs a script with sh."""
 
     @abstractmethod
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
@@ -104,11 +105,11 @@ class RemoteSandboxProvider(SandboxProvider):
 
     @abstractmethod
     async def _destroy(self, handle: SandboxHandle) -> None:
-        """Ends a sandbox, of which the handle may have the id alone."""
+        """Ends a sandbox. The handle may have nothing but the id."""
 
     @abstractmethod
     async def _find(self, run: str) -> list[SandboxHandle]:
-        """Lists the sandboxes with the label of a run."""
+        """Returns the sandboxes labeled with a run."""
 
     async def create(self, config: SandboxConfig) -> SandboxHandle:
         image = config.image
@@ -117,12 +118,12 @@ class RemoteSandboxProvider(SandboxProvider):
         starting = asyncio.ensure_future(self._start(replace(config, image=image)))
         with self._translated("", "create", config.timeout_seconds):
             try:
-                handle = await asyncio.shield(starting)  # a request that is under way makes a sandbox that costs
+                handle = await asyncio.shield(starting)  # a request that was sent creates a billed sandbox
                 await self._wait_until_running(handle)
                 return handle
             except BaseException:
                 undo = asyncio.ensure_future(self._undo(starting))
-                self._undoing.add(undo)  # a second cancellation must not end it
+                self._undoing.add(undo)  # a second cancellation must not stop it
                 undo.add_done_callback(self._undoing.discard)
                 await asyncio.shield(undo)
                 raise
@@ -131,7 +132,7 @@ class RemoteSandboxProvider(SandboxProvider):
         try:
             handle = await starting
         except Exception as error:
-            if not (sandbox_id := getattr(error, "sandbox_id", None)):  # Daytona: it exists in spite of the error
+            if not (sandbox_id := getattr(error, "sandbox_id", None)):  # Daytona: the sandbox exists despite the error
                 return
             handle = SandboxHandle(sandbox_id)
         try:
@@ -199,7 +200,7 @@ class RemoteSandboxProvider(SandboxProvider):
             try:
                 await self.bulk_destroy(handles)
             finally:
-                await self.close()  # what was opened in this thread's event loop
+                await self.close()  # connections of this thread's event loop
 
         run_sync(work())
 
@@ -209,7 +210,7 @@ class RemoteSandboxProvider(SandboxProvider):
 
     @contextlib.contextmanager
     def _translated(self, sandbox_id: str, command: str, timeout: float) -> Iterator[None]:
-        """Raises errors of the SDK as ours."""
+        """Re-raises errors of the SDK as Telescope's."""
         try:
             yield
         except (SandboxError, SandboxSetupError):
@@ -224,7 +225,7 @@ class RemoteSandboxProvider(SandboxProvider):
             raise kind(f"{f'sandbox {sandbox_id!r} of ' if sandbox_id else ''}{self.name}: {text}") from error
 
     def _kind_of(self, error: Exception) -> type[Any]:
-        names = [kind.__name__ for kind in type(error).__mro__]  # by name: an SDK moves its classes between versions
+        names = [kind.__name__ for kind in type(error).__mro__]  # by name, because SDKs move classes between versions
         for pattern, message, kind in self.error_table:
             if any(re.fullmatch(pattern, name) for name in names) and re.search(message, str(error)):
                 return kind
@@ -232,10 +233,10 @@ class RemoteSandboxProvider(SandboxProvider):
 
 
 def run_label(config: SandboxConfig) -> dict[str, str]:
-    """Returns the label by which `find` finds the sandboxes of a run."""
+    """Returns the label by which `find` finds a run's sandboxes."""
     return {LABEL: str(config.extra["run"])} if config.extra.get("run") else {}
 
 
 def unique_name(config: SandboxConfig) -> str:
-    """Returns a name that no other sandbox has."""
+    """Returns a name unique to the sandbox."""
     return f"{config.name or 'telescope'}-{uuid.uuid4().hex[:12]}"

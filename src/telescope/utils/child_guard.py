@@ -1,13 +1,13 @@
 """Kills an engine's processes when the process that started them exits.
 
-Owns `die_with` (called inside every vLLM process) and the shim between `InferenceServer` and vLLM (run with `python
--m`). Imports the standard library only, because the shim stays in memory beside every server.
+Owns `die_with`, which is called inside every vLLM process, and the shim between `InferenceServer` and vLLM, which is
+run with `python -m`. Imports only the standard library, because the shim stays in memory beside every server.
 
-The shim leads a new session, hence one process group for the whole engine. It polls its parent's pid: whichever way the
-supervisor exits, SIGKILL included, the group is killed. Linux's parent-death signal does not suffice there, because it
-fires when the *thread* that started the child ends. The shim has one thread, so it does suffice for the command that
-the shim starts. If the shim itself is killed, that signal ends the command at any point of its start, and `die_with`
-ends the other processes of the engine.
+The shim leads a new session, hence one process group for the whole engine. It polls its parent's pid, so the group is
+killed however the supervisor exits, even by SIGKILL. Linux's parent-death signal does not suffice there, because it
+fires when the *thread* that started the child ends. The shim has one thread, so the signal does suffice for the command
+that the shim starts. If the shim itself is killed, that signal ends the command at any point of its start, and
+`die_with` ends the other processes of the engine.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     def end_with_shim() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:
-            os._exit(1)  # it was killed before this call
+            os._exit(1)  # the shim was killed before this call
 
     child = subprocess.Popen(command, env=environment, preexec_fn=end_with_shim)
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     code = None
     while code is None:
         time.sleep(POLL_SECONDS)
-        code = child.poll()  # before the parent is looked at: a command that reads from it ends with it
+        code = child.poll()  # before checking the parent: a command that reads from the parent ends with it
         if os.getppid() != parent:
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group

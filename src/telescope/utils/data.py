@@ -1,4 +1,4 @@
-"""Reads the tables that modules have beside them."""
+"""Reads the YAML tables that modules keep beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,6 @@ import yaml
 
 
 def table_of(file: str) -> Any:
-    """Returns what the YAML file beside a module has, whose `__file__` is given."""
-    # With libyaml where there is one: every command imports such modules.
+    """Returns the content of the YAML file beside a module, given the module's `__file__`."""
+    # Uses libyaml if available, because every command imports such modules.
     return yaml.load(Path(file).with_suffix(".yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -1,4 +1,4 @@
-"""Digests of files (SHA-256, as `sha256sum` prints them), by which damage and exchanged files are recognized."""
+"""Digests of files (SHA-256, as `sha256sum` prints them), which reveal damaged and exchanged files."""
 
 import hashlib
 import sys
@@ -13,19 +13,19 @@ ANNOUNCED_BYTES = 4 * 10**9
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Returns the digest of each file in `folder`, read in parallel. Raises `OSError`."""
     chosen = sorted(names)
-    with ThreadPoolExecutor() as pool:  # hashlib releases the lock of the interpreter
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
         return dict(zip(chosen, pool.map(lambda name: _digest(folder / name), chosen), strict=True))
 
 
 def files_below(folder: Path) -> list[str]:
-    """Returns the paths of all files in a folder and its folders, relative to it."""
+    """Returns the paths of all files in a folder and its subfolders, relative to it."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def damage(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """Compares files with the digests of when they were written. Returns what is missing, changed or unreadable.
+    """Compares files with their digests from when they were written. Returns what is missing, changed or unreadable.
 
-    Announces itself on the terminal if it takes more than a few seconds.
+    Prints a notice on the terminal if it takes more than a few seconds.
     """
     found = [f"{name} does not exist" for name in sorted(digests) if not (folder / name).is_file()]
     num_bytes = sum((folder / name).stat().st_size for name in digests if (folder / name).is_file())

@@ -19,13 +19,13 @@ class BrokenFrameError(ValueError):
 
 
 def pack_frame(header: dict[str, Any] | bytes, blob: bytes = b"") -> bytes:
-    """Returns one frame; a header of bytes is JSON already."""
+    """Returns one frame. A `bytes` header is JSON already."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode("ascii")
     return b"".join((_LENGTHS.pack(len(text), len(blob)), text, blob))
 
 
 def split_frame(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
-    """Returns the header, unparsed, and the blob of exactly one frame. Raises `BrokenFrameError`."""
+    """Returns the unparsed header and the blob of exactly one frame. Raises `BrokenFrameError`."""
     if len(data) < _LENGTHS.size:
         raise BrokenFrameError(f"{len(data)} bytes are not a frame")
     num_header, num_blob = _LENGTHS.unpack_from(data)
@@ -53,7 +53,7 @@ def receive_frame(connection: socket.socket, max_bytes: int) -> dict[str, Any] |
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes | None:
-    """Reads exactly this many bytes. None if the stream ends before."""
+    """Reads exactly `num_bytes` bytes. None if the stream ends earlier."""
     data = b""
     while len(data) < num_bytes:
         part = connection.recv(num_bytes - len(data))

@@ -1,14 +1,14 @@
-"""Whether optional packages are installed, without importing them."""
+"""Finds out whether optional packages are installed, without importing them."""
 
 import importlib.metadata
 import importlib.util
 
 
 def is_installed(name: str) -> bool:
-    """Returns whether a package can be imported. Not a folder of that name without modules, such as W&B's own."""
+    """Returns whether a package can be imported. A folder of that name without modules, such as W&B's, is none."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
     return spec is not None and spec.origin is not None
 

@@ -4,7 +4,7 @@ Log files are for the output of child processes. A failing disk or a removed fol
 process nor the report of its exit.
 
 A full garbage collection visits every object of the process. With torch, transformers and Ray loaded it takes hundreds
-of milliseconds, in which the driver's event loop reads no answer, or a trainer rank keeps the others waiting. Nearly
+of milliseconds, in which the driver's event loop reads no response, or a trainer rank keeps the others waiting. Nearly
 all of these objects exist before the work begins and are never freed, so they are excluded.
 """
 
@@ -36,20 +36,20 @@ full one runs at most every 32 million. Python's own: (700, 10, 10)."""
 
 
 def freeze_heap() -> None:
-    """Collects once, then excludes all live objects from later collections, until `unfreeze_heap`."""
+    """Collects garbage once, then excludes all live objects from later collections, until `unfreeze_heap`."""
     unfreeze_heap()
     gc.collect()
     gc.freeze()
 
 
 def unfreeze_heap() -> None:
-    """Lets later collections visit everything again, so that cycles are freed."""
+    """Lets later collections visit all objects again, so that cycles are freed."""
     gc.unfreeze()
 
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Excludes existing objects and makes full collections rare. Undone at the end."""
+    """Excludes existing objects and makes full collections rare. Undone when the block ends."""
     before = gc.get_threshold()
     freeze_heap()
     gc.set_threshold(*THRESHOLDS)
@@ -61,7 +61,7 @@ def rare_full_collections() -> Iterator[None]:
 
 
 def thread_stacks() -> str:
-    """Stacks of every thread, as the interpreter's fault handler prints them."""
+    """Returns the stacks of every thread, as the interpreter's fault handler prints them."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -69,9 +69,9 @@ def thread_stacks() -> str:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words. `code` is as `subprocess` reports it, negative for a signal.
+    """Returns the end of a process in words: "ended with exit code 3", "was killed by SIGKILL".
 
-    "ended with exit code 3", "was killed by SIGKILL".
+    `code` is as `subprocess` reports it, negative for a signal.
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -83,10 +83,10 @@ def describe_exit(code: int) -> str:
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Awaits `function` on a thread that nothing waits for.
+    """Awaits `function` on a thread that nothing waits for at exit.
 
-    The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. The thread stays until
-    the process ends: the kernel ends child processes such as Ray's daemons with the thread that started them.
+    The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. This thread stays until
+    the process ends, because the kernel ends child processes such as Ray's daemons with the thread that started them.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -100,7 +100,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             action = partial(result.set_result, function())
         except BaseException as error:
             action = partial(result.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the interest in the result
+        with contextlib.suppress(RuntimeError):  # the loop has ended, so nobody waits for the result
             loop.call_soon_threadsafe(settle, action)
         threading.Event().wait()
 
@@ -122,7 +122,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def log_size(path: Path) -> int:
-    """Bytes in the file, 0 if there is none."""
+    """Returns the number of bytes in the file, 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -132,7 +132,8 @@ def log_size(path: Path) -> int:
 def rotate_log(path: Path, max_bytes: int) -> None:
     """Keeps a longer log's last `max_bytes` in `<path>.1`, and empties it.
 
-    Processes that have the file open for appending continue at its start. Output written meanwhile may be lost.
+    Processes that have the file open for appending continue at its start. Output written during the rotation may be
+    lost.
     """
     if log_size(path) <= max_bytes:
         return
@@ -147,7 +148,7 @@ def rotate_log(path: Path, max_bytes: int) -> None:
 
 
 def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
-    """The last `num_bytes` of what was written after byte `start`, as text. Empty when it cannot be read."""
+    """Returns the last `num_bytes` written after byte `start`, as text. Empty if they cannot be read."""
     try:
         with path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
@@ -158,14 +159,14 @@ def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
 
 
 def ignore_sigterm() -> None:
-    """Ignores SIGTERM in this process, but not in programs that it starts. The driver answers it for all."""
+    """Ignores SIGTERM in this process, but not in programs that it starts. The driver handles it for all processes."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Starts programs, on this thread, that ignore SIGTERM whatever handlers they install."""
+    """Blocks SIGTERM on this thread, so that programs started in the block ignore it despite their own handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -178,15 +179,15 @@ def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
-    """Runs `command` and exits with its code. An exception is a traceback and code 1.
+    """Runs `command` and exits with its code. An exception prints a traceback and exits with code 1.
 
     SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
     handlers.
 
-    Ray leaves native threads behind after `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::
-    RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++ runtime is destroying its globals
-    then. So a process that has loaded Ray ends without that phase, after everything of Python's: non-daemon threads are
-    joined, `atexit` handlers run, standard output and error are flushed.
+    Ray leaves native threads behind after `ray.shutdown()`. One of them
+    (`opencensus::stats::DeltaProducer::RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++
+    runtime is destroying its globals then. So a process that has loaded Ray exits without that phase, after all of
+    Python's clean-up: non-daemon threads are joined, `atexit` handlers run, standard output and error are flushed.
     """
     code = 1
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Formats text and counts, suggests names for mistyped ones, and checks the text of paths."""
+"""Formats text and counts, suggests names for mistyped ones, and checks paths."""
 
 import os
 import re
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from telescope.errors import UserError
 
-LONGEST = 300  # characters of a line; an address, a port and a fix fit
+LONGEST = 300  # characters in a line; an address, a port and a fix fit
 
 # A title sequence without an end extends to the end of its line.
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
 )
-# The last ones reorder a line of text, so that it shows what it does not say.
+# The last ones reorder a line, so that it displays other text than it contains.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -30,11 +30,11 @@ def single_line(text: str | None) -> str:
     return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip() + "…"
 
 
-LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes that Linux allows for a file's name, and for a path
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # bytes that Linux allows for a file name and for a path
 
 
 def path_problem(text: str) -> str | None:
-    """Returns why no path can have this text, and the fix. None if one can."""
+    """Returns why no path can have this text, and the fix. None if a path can."""
     if "\0" in text:
         return "it must not contain the character NUL"
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -45,14 +45,14 @@ def path_problem(text: str) -> str | None:
 
 
 def user_path(path: str | Path) -> Path:
-    """Returns the path that a user typed; `~` is the home directory. Raises `UserError` if there can be none."""
+    """Returns the path that a user typed; `~` is the home directory. Raises `UserError` if it cannot be a path."""
     if problem := path_problem(str(path)):
         raise UserError(f"{str(path)[:80]!r} is not a path: {problem}")
     return Path(path).expanduser()
 
 
 def home_folder(variable: str, usual: str) -> Path:
-    """Returns Telescope's folder in the one that an XDG variable names, by default `usual` in the home directory."""
+    """Returns Telescope's folder in the directory of an XDG variable, by default `usual` in the home directory."""
     return Path(os.environ.get(variable) or Path.home() / usual) / "telescope"
 
 
@@ -62,14 +62,14 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
-    """Returns the first `most` names, and how many more there are."""
+    """Returns the first `most` names, and the number of the others."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
-MISSPELLED = 0.8  # share of matching characters from which two names are one name and its misspelling
+MISSPELLED = 0.8  # share of matching characters above which one name is a misspelling of the other
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -91,13 +91,13 @@ def is_misspelled(name: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` with its space, or nothing."""
+    """Returns ` Did you mean 'x'?` with a leading space, or an empty text."""
     nearest = nearest_name(name, known)
     return f" Did you mean '{nearest}'?" if nearest else ""
 
 
 def _similarity(wanted: str, candidate: str) -> float:
-    """Similarity in [0, 1]: of spelling, or of shared words. `warmup` shares a word with `warmup_steps`."""
+    """Returns the similarity in [0, 1] of spelling, or of shared words: `warmup` shares a word with `warmup_steps`."""
     spelling = _spelling(wanted, candidate)
     words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
     shared = len(words & candidate_words)
@@ -106,5 +106,5 @@ def _similarity(wanted: str, candidate: str) -> float:
 
 
 def _spelling(one: str, other: str) -> float:
-    """Share of matching characters, between 0 and 1."""
+    """Returns the share of matching characters, between 0 and 1."""
     return SequenceMatcher(None, one, other).ratio()

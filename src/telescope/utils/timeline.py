@@ -53,7 +53,7 @@ class _Mark:
 
 
 class Timeline:
-    """Spans of one step of one rank. `enabled=False` measures nothing."""
+    """The spans of one step on one rank. `enabled=False` measures nothing."""
 
     def __init__(self, device: torch.device, rank: int, *, enabled: bool = True) -> None:
         self._rank = rank
@@ -76,7 +76,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
-        """Measures the work that is enqueued inside, on the current stream."""
+        """Measures the work that is enqueued inside the block, on the current stream."""
         if not self._enabled:
             yield
             return
@@ -85,14 +85,14 @@ class Timeline:
         self._marks.append(_Mark(name, micro_batch, start, self._now()))
 
     def finish(self) -> list[Span]:
-        """Returns all spans, by start. On a GPU this waits for the measured work, which has usually ended."""
+        """Returns all spans, sorted by start. On a GPU this waits for the measured work, which has usually ended."""
         if not self._marks:
             return []
         if self._on_gpu:
             self._marks[-1].end.event.synchronize()  # type: ignore[union-attr]
         times = [(self._seconds(mark.start), self._seconds(mark.end)) for mark in self._marks]
         offset = self._wall
-        if self._on_gpu:  # of the device's clock to `time.perf_counter()`
+        if self._on_gpu:  # offset from the device's clock to `time.perf_counter()`
             differences = [self._first.host]
             for mark, (start, end) in zip(self._marks, times, strict=True):
                 differences += (mark.start.host - start, mark.end.host - end)
@@ -104,7 +104,7 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start)
 
     def _seconds(self, moment: _Moment) -> float:
-        """Returns the time on the moment's clock. That is the host's, or seconds after the timeline's first event."""
+        """Returns the time of a moment: on the host's clock, or in seconds after the timeline's first event."""
         if moment.event is None:
             return moment.host
         assert self._first.event is not None

@@ -4,5 +4,5 @@ import logging
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns a logger whose messages go to the log of the run."""
+    """Returns a logger whose messages go to the run's log."""
     return logging.getLogger(name if name.split(".")[0] == "telescope" else f"telescope.{name}")

@@ -37,7 +37,7 @@ from telescope.weights.probe import ProbeReport, loosest_tolerance
 
 @dataclass(frozen=True)
 class Check:
-    """One claim with its measurement, its bound and the result. `values` holds all numbers."""
+    """One claim with its measurement, its bound and the result. `values` has all numbers."""
 
     name: str
     measured: str
@@ -135,13 +135,13 @@ def packed(components: RunComponents, samples: list[TrainSample], *, otherwise: 
 async def check_packed_attention(
     components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]
 ) -> Check:
-    """Compares logprobs of packed samples with those of single ones."""
+    """Compares logprobs of packed samples with logprobs of single samples."""
     config = components.config
     chosen = samples[:: max(1, len(samples) // NUM_SINGLE)][:NUM_SINGLE]
     async with components.trainer.queue:
         alone = []
         for sample in chosen:
-            # One number for each token except the first.
+            # One logprob for each token except the first.
             logprobs = await components.trainer.sequence_logprobs(sample.token_ids_L.tolist(), config.temperature)
             alone.append(np.array(logprobs)[sample.trained_L[1:]])
     return compare_logprobs(
@@ -185,7 +185,7 @@ async def check_first_step(components: RunComponents, inputs: list[StepInput]) -
     name = "the first training step is on-policy"
     try:
         metrics = (await components.trainer.train_step(inputs)).metrics
-    except RunError as error:  # its own comparison with the engine
+    except RunError as error:  # the trainer's own comparison with the engine failed
         return Check(name, str(error), "no more than rounding", ok=False)
     dtype, _ = loosest_tolerance((config.engine_precision, components.config.compute_dtype), 1.0)
     bound = KL_BOUNDS[dtype if dtype in KL_BOUNDS else "float32"] / min(config.temperature, 1.0) ** 2
@@ -200,7 +200,7 @@ async def check_first_step(components: RunComponents, inputs: list[StepInput]) -
 
 
 async def check_weights(components: RunComponents, when: str) -> Check:
-    """Syncs and compares; every server must have the weights that were sent."""
+    """Syncs and compares. Every server must have the weights that were sent."""
     probes = await components.weights.verify()
     failed = {server: str(probe) for server, probe in probes.items() if not probe.ok}
     all_servers = len(probes) == components.config.num_inference_servers
@@ -267,7 +267,7 @@ NUM_SAMPLES = 32
 """Minimum number of samples: enough tokens to detect a fault within a short time."""
 
 FIRST_GROUP = -1_000_000_000
-"""Group ids below those of prompts and evals."""
+"""First group id, below all group ids of prompts and evals."""
 
 
 async def sample_groups(
@@ -328,7 +328,7 @@ def engine_logprobs(samples: list[TrainSample]) -> np.ndarray:
 def compare_logprobs(
     name: str, one_N: np.ndarray, other_N: np.ndarray, dtypes: Sequence[str], temperature: float
 ) -> Check:
-    """Compares two computations of the same logprobs. The tolerance is that of their dtypes.
+    """Compares two computations of the same logprobs, with the tolerance of their dtypes.
 
     The mean is bounded, and in float32 the maximum. In half precision a rare token can have a large error, so the 99th
     percentile is bounded instead.

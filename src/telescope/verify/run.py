@@ -56,7 +56,7 @@ async def _verify(
 
     try:
         with session.open(directory.open_record(console=view is None)):
-            # Without logs that explain a failure, the reaper removes the folder, also after a kill.
+            # Unless its logs explain a failure, the reaper removes the folder, even after a kill.
             link = session.temporary / f"{ALSO_REMOVED}run"
             link.symlink_to(folder)
             try:
@@ -99,5 +99,5 @@ async def run_checks(components: RunComponents, status: RunStatus, on_check: Cal
     await run("computing one gradient in two packings", checks.check_gradient(components, samples))
     await run("training one step", checks.check_first_step(components, inputs))
     await run("sending the new weights", checks.check_weights(components, "after a training step"))
-    if components.config.lora_sync == "merged":  # of an adapter in an engine only the logprobs are compared
+    if components.config.lora_sync == "merged":  # for an adapter in an engine only the logprobs are compared
         await run("corrupting a tensor on purpose", checks.check_corrupted_tensor(components))

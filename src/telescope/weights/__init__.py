@@ -2,5 +2,5 @@
 
 `plan` describes a sync, `communicator` and `control_channel` connect one engine, `sender` and `receiver` are the two
 ends, and `fingerprint`, `engine_weights`, `engine_experts` and `probe` verify the result. vLLM's side is
-`weights` of `inference/vllm`.
+`inference/vllm/weights.py`.
 """

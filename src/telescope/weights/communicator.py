@@ -1,7 +1,7 @@
-"""One communicator per engine: the sender is rank 0. The engine's workers are the other ranks.
+"""One communicator per engine: rank 0 is the sender, the other ranks are the engine's workers.
 
-Owns a torch process group (gloo or NCCL, built over its own TCPStore, independent of the default process group) and
-the control channel. Does not know buckets, models or vLLM.
+Owns a torch process group (gloo or NCCL, built over its own TCPStore, independent of the default process group) and the
+control channel. Does not know buckets, models or vLLM.
 
 Invariants: every wait has a deadline. When it passes, when a peer exits, or when `abort` is called from any thread, the
 blocked caller gets an error within milliseconds, and this communicator cannot be used again. Other communicators of the
@@ -64,7 +64,10 @@ class Broadcast:
 
 @dataclass(eq=False)
 class Communicator:
-    """Made by `connect`. One thread issues broadcasts, in the same order on all ranks; any thread may `abort`."""
+    """A connection made by `connect`. One thread issues broadcasts, in the same order on all ranks.
+
+    Any thread may `abort`.
+    """
 
     _: KW_ONLY
     rank: int
@@ -131,7 +134,7 @@ class Communicator:
         return broadcast
 
     def agree(self, digest: str, deadline: float) -> None:
-        """Announces a transfer on rank 0, compares it on other ranks.
+        """Announces a transfer on rank 0, and compares it on the other ranks.
 
         Raises `TransferError` on every rank if one disagrees.
         """
@@ -204,7 +207,7 @@ class Communicator:
                 self._in_flight.remove(broadcast)
 
     def _explain(self, error: RuntimeError) -> str:
-        """Returns why the transport failed, from the control channel if it knows."""
+        """Returns why the transport failed, as the control channel reports it if it knows."""
         patience = time.monotonic() + _EXPLANATION_SECONDS
         while (reason := self.failure or self.channel.loss) is None and time.monotonic() < patience:
             time.sleep(_POLL_LAST_SECONDS)
@@ -256,7 +259,7 @@ def _build_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_WATCHDOG
-        # Errors are to be raised. By default an aborted collective ends the process.
+        # Errors must be raised. By default an aborted collective ends the process.
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
         os.environ[name] = "0"
@@ -277,7 +280,7 @@ def _build_group(
 def _within(
     build: Callable[[], Any], deadline: float, channel: ControlChannel, what: str, rendezvous: Rendezvous | None
 ) -> Any:
-    """Runs a blocking call in an abandonable thread. Raises `DeadlineExceeded` or `TransferError`."""
+    """Runs a blocking call in a thread that can be abandoned. Raises `DeadlineExceeded` or `TransferError`."""
     outcome: Future[Any] = Future()
 
     def work() -> None:
@@ -301,7 +304,7 @@ def _within(
 
 
 def _release(group: Any, in_flight: list[Broadcast], backend: Backend) -> None:
-    """Keeps an aborted group until its operations end, since its destructor blocks."""
+    """Keeps an aborted group until its operations end, because its destructor blocks."""
     if group is None:
         return
     if backend == "nccl":

@@ -1,12 +1,12 @@
 """The control channel of a communicator: detects a peer's exit at once.
 
 It has a TCP connection per peer. Collectives do not suffice: NCCL waits for an exited peer until something aborts it,
-and gloo for a peer that runs but does not answer. The kernel closes the sockets of a process that exits, so the end of
-the stream is the signal, within milliseconds on one host. The same sockets carry the messages of a transfer (`begin`,
-`ready`, `done`, `bye`).
+and gloo for a peer that runs but does not respond. The kernel closes the sockets of a process that exits, so the end of
+the stream is the signal, within milliseconds on one host. The same sockets transport the messages of a transfer
+(`begin`, `ready`, `done`, `bye`).
 
 Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. A frame
-(`utils.frames`) has at most `MAX_FRAME_BYTES`. A peer must send the token of the rendezvous, which travels over the
+(`utils.frames`) has at most `MAX_FRAME_BYTES`. A peer must send the token of the rendezvous, which it got over the
 engine's authenticated HTTP route.
 """
 
@@ -37,11 +37,11 @@ Message = dict[str, Any]
 
 
 class TransferError(InfrastructureError):
-    """A weight transfer failed. The other side exited, refused or failed, or this side aborted."""
+    """A weight transfer failed: the other side exited, refused or failed, or this side aborted."""
 
 
 class Rendezvous:
-    """The listening end of a communicator. The sender makes it before an engine connects."""
+    """The listening end of a communicator. The sender creates it before an engine connects."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -52,7 +52,7 @@ class Rendezvous:
         self.port: int = self._server.getsockname()[1]
 
     def accept(self, world_size: int, greeting: Message, timeout: float) -> ControlChannel:
-        """Waits for ranks 1 .. world_size - 1, and closes the listener. Sends each the `greeting`.
+        """Waits for ranks 1 .. world_size - 1, then closes the listener. Sends each rank the `greeting`.
 
         Connections without the token or with an unexpected rank are closed. Raises `DeadlineExceeded` with the missing
         ranks, or `TransferError` after an `abort`.
@@ -136,7 +136,7 @@ class ControlChannel:
     """Connected control sockets by peer, and the thread that reads them.
 
     `loss` is None while all peers are connected, then the reason why one is not. A peer that sends `bye` before it
-    closes is a loss too: no transfer is possible any more.
+    closes is a loss too, because no transfer is possible any more.
     """
 
     loss: str | None = None
@@ -158,12 +158,12 @@ class ControlChannel:
 
     @property
     def local_address(self) -> str:
-        """This host's address in the connection to the peer."""
+        """Returns this host's address in the connection to the peer."""
         connection = next(iter(self._peers.values()))
         return str(connection.getsockname()[0])
 
     def on_loss(self, callback: Callable[[str], None]) -> None:
-        """Sets `callback(reason)`, called once after a loss by the reading thread, or at once if already lost."""
+        """Sets `callback(reason)`. It is called once after a loss by the reading thread, or at once if already lost."""
         with self._lock:
             self._on_loss, lost = callback, self.loss
         if lost is not None:
@@ -182,8 +182,8 @@ class ControlChannel:
     def receive(self, deadline: float, what: str) -> tuple[int, Message]:
         """Waits until `deadline` (`time.monotonic()`) for the next message. Returns its rank and the message.
 
-        Raises `TransferError` if a peer is lost or this side closed and no message is left, or `DeadlineExceeded` with
-        `what`.
+        If no message is left, raises `TransferError` when a peer is lost or this side has closed, or `DeadlineExceeded`
+        with `what`.
         """
         while True:
             try:
@@ -196,7 +196,7 @@ class ControlChannel:
                     raise DeadlineExceeded(f"weight transfer: {what}: no answer before the deadline") from None
 
     def close(self, reason: str | None = None) -> None:
-        """Sends `bye` and closes the sockets. Idempotent. Gives a reason if this side failed."""
+        """Sends `bye` and closes the sockets. Idempotent. `reason` is given if this side failed."""
         if self._closing.is_set():
             return
         self._closed_because = reason or "closed by this side"
@@ -245,7 +245,7 @@ class ControlChannel:
 
 
 def listen(host: str) -> socket.socket:
-    """Returns a listening socket on a free port of this address only."""
+    """Returns a socket that listens on a free port of this address only."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, 0), family=family)
 

@@ -1,10 +1,10 @@
-"""Locations of expert tensors in an engine, and reading them.
+"""Locates expert tensors in an engine, and reads them.
 
 An engine stores all experts of a layer in two parameters: `w13_weight` [experts, gate rows and up rows, hidden] and
-`w2_weight` [experts, hidden, inner], the inner dimension divided over the tensor-parallel ranks; the kernel determines
-the order. Owns the map from the trainer's tensors (three matrices per expert) to slices of those parameters, and the
-conversion from a kernel's layout to the layout in which weights are loaded. vLLM's layers are known by attributes only;
-vLLM is not imported, so that tests can use stand-ins. `engine_weights` has what is common to all layers.
+`w2_weight` [experts, hidden, inner], with the inner dimension divided over the tensor-parallel ranks; the kernel
+determines the order. Owns the map from the trainer's tensors (three matrices per expert) to slices of these parameters,
+and the conversion from a kernel's layout to the layout in which weights are loaded. vLLM's layers are known by
+attributes only; vLLM is not imported, so that tests can use stand-ins. `engine_weights` has what all layers share.
 
 Invariants:
 - An unknown layout is reported; it is never read as a plain one.
@@ -24,9 +24,9 @@ from telescope.weights.fingerprint import Slice, Slices, as_matrix_shape
 
 GATE_UP, DOWN = "w13_weight", "w2_weight"
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What checkpoints call the matrices of an expert: gate, up, down."""
+"""Names of an expert's matrices in checkpoints: gate, up, down."""
 FUSED = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
-"""What they call one tensor of all experts, as the engine's own table renames it."""
+"""Names of one tensor with all experts, as the engine's own table renames them."""
 ROUTED = "routed_experts"
 """The module with the parameters, inside the module of the trainer's names."""
 
@@ -37,7 +37,7 @@ EXCHANGED_LAYOUTS = ("FLASHINFER_CUTLASS",)
 PACKED_LAYOUTS = ("CPU",)
 """Kernels that pack the parameters in place, if the processor has the instructions."""
 BOUND_IN = {GATE_UP: "gate_up_linear", DOWN: "down_linear"}
-"""Without those instructions vLLM 0.26 computes with functions bound to the matrices as last loaded."""
+"""Without these instructions vLLM 0.26 computes with functions bound to the matrices as last loaded."""
 
 DIGIT = 256
 """The base of the digits of an index."""
@@ -74,8 +74,8 @@ def why_unreadable(module: nn.Module) -> str | None:
 def expert_slices(module: nn.Module, place: str, attribute: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices:
     """Returns the trainer's matrices in an experts' parameter, and their locations.
 
-    The parameter is `attribute` of the experts at `place`. Locations are in the parameter as one matrix, in the layout
-    in which it is loaded. Empty if there is no explanation.
+    The parameter is `attribute` of the experts at `place`. Locations refer to the parameter as one matrix, in the
+    layout in which it is loaded. Empty if the tensors do not explain it.
     """
     if why_unreadable(module) is not None:
         return []
@@ -115,7 +115,7 @@ def is_whole(module: nn.Module, attribute: str, slices: Slices) -> bool:
 
 
 def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
-    """Returns the parameter as loaded, one matrix [experts x rows, columns]."""
+    """Returns the parameter in the layout in which it is loaded, as one matrix [experts x rows, columns]."""
     stored = getattr(module, attribute).detach()
     if layout_of(module) == "packed":
         stored = _unpack(module, attribute, stored)
@@ -127,7 +127,7 @@ def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
 def _backend(module: nn.Module) -> str | None:
     """Returns the name of a layer's kernel, or None."""
     method = getattr(module, "quant_method", None)
-    method = getattr(method, "old_quant_method", method)  # where vLLM has wrapped it
+    method = getattr(method, "old_quant_method", method)  # if vLLM has wrapped it
     backend = getattr(method, "unquantized_backend", None) or getattr(method, "fp8_backend", None)
     return getattr(backend, "name", None)
 
@@ -145,7 +145,7 @@ def _packer(module: nn.Module) -> Any:
 
 
 def _bound(module: nn.Module, attribute: str) -> list[torch.Tensor]:
-    """Returns the matrices that a layer's functions are bound to, one per expert."""
+    """Returns the matrices to which a layer's functions are bound, one per expert."""
     functions = getattr(module, BOUND_IN[attribute], None) or ()
     matrices: list[Any] = [(function.__defaults__ or (None,))[0] for function in functions]
     return matrices if all(isinstance(matrix, torch.Tensor) for matrix in matrices) else []
@@ -153,7 +153,7 @@ def _bound(module: nn.Module, attribute: str) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _unpack(module: Any, attribute: str, stored: torch.Tensor) -> torch.Tensor:
-    """Converts packed experts [experts, ...] to the layout as loaded, [experts, rows, columns]."""
+    """Converts packed experts [experts, ...] to the layout in which they are loaded, [experts, rows, columns]."""
     config = module.moe_config
     inner, hidden = int(config.intermediate_size_per_partition), int(config.hidden_dim)
     shapes = {GATE_UP: (2 * inner, hidden), DOWN: (hidden, inner)}
@@ -166,7 +166,7 @@ def _unpack(module: Any, attribute: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _origins(module: Any, attribute: str, shapes: Mapping[str, tuple[int, int]], stored: torch.Tensor) -> torch.Tensor:
-    """Returns each packed position's index in the loaded matrix. An expert has one; padding is -1."""
+    """Returns each packed position's index in one expert's loaded matrix. Padding is -1."""
     count = math.prod(shapes[attribute])
     number_L = torch.arange(1, count + 1, device=stored.device)
     origin_P = torch.full((stored[0].numel(),), -1, dtype=torch.long, device=stored.device)

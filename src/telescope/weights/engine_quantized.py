@@ -1,15 +1,15 @@
-"""What block-quantized parameters of an engine must contain. It is computed from the tensors that arrived.
+"""Computes what an engine's block-quantized parameters must contain, from the tensors that arrived.
 
 vLLM quantizes a fused layer when all of its components are there (`--quantization fp8_per_block`): blocks of 128 x 128
-elements, each with a float32 scale. Trainer tensors cannot be read back from that. So while an update arrives that will
-be verified, its tensors are put together by this module and quantized a second time, and the results of both are
-compared bit for bit. A parameter that passes counts as its tensors as they arrived, whose fingerprints are compared
-with those that were sent: `engine_weights` returns the same shares as for other parameters.
+elements, each with a float32 scale. Trainer tensors cannot be read back from that. So while an update arrives that must
+be verified, this module assembles its tensors and quantizes them a second time, and both results are compared bit for
+bit. A parameter that passes counts as its tensors as they arrived, whose fingerprints are compared with the sent ones:
+`engine_weights` returns the same shares as for other parameters.
 
 Invariants:
 - Tensors are placed by the map of `engine_weights` and `engine_experts`, not by vLLM's loader.
-- The arithmetic is vLLM's `per_block_cast_to_fp8` itself: compiled for a GPU, its division may round
-  otherwise than torch's. A test compares it with a plain description.
+- The arithmetic is vLLM's `per_block_cast_to_fp8` itself, because its division, compiled for a GPU, may round
+  differently from torch's. A test compares it with a plain description.
 - Only fingerprints are kept, and one matrix for each fused layer, or expert, that has not arrived completely.
 """
 
@@ -33,31 +33,31 @@ Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Returns whether the module's matrices are FP8 with scales of blocks."""
+    """Returns whether the module's matrices are FP8 with one scale per block."""
     method = getattr(module, "quant_method", None)
     return type(getattr(method, "old_quant_method", method)).__name__ in METHODS  # vLLM wraps some methods
 
 
 def quantized_matrices(module: nn.Module) -> list[str]:
-    """Returns the attributes of a quantized module that are matrices in FP8."""
+    """Returns the attributes of a quantized module that are FP8 matrices."""
     return [name for name in ("weight", "w13_weight", "w2_weight") if name in module._parameters]
 
 
 @dataclass(slots=True)
 class _Matrix:
-    """A matrix that is quantized by itself: a layer's or an expert's."""
+    """A matrix that is quantized by itself: one layer's or one expert's."""
 
     rows: int
     columns: int
     waiting: set[str]
     values_RC: torch.Tensor | None = None
     fingerprint: tuple[int, int] | None = None
-    """Of its quantized values and of its scales."""
+    """Fingerprints of its quantized values and of its scales."""
 
 
 @dataclass(slots=True)
 class _Parameter:
-    """A quantized parameter: its matrices, and fingerprints of what arrived. Each slice of its tensors has one."""
+    """A quantized parameter: its matrices, and the fingerprint of each arrived slice of its tensors."""
 
     slices: Slices
     matrices: list[_Matrix]
@@ -68,7 +68,7 @@ class QuantizedReference:
     """Recomputed quantization of one update on one worker."""
 
     def __init__(self, model: nn.Module, locate: Locate, quantize: Quantize) -> None:
-        """Takes the matrices of `model` as they are loaded. They are not quantized yet, or are again as loaded."""
+        """Records the matrices of `model`, which must be in the layout in which weights are loaded."""
         self._quantize = quantize
         self._parameters: dict[str, _Parameter] = {}
         self._places: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ class QuantizedReference:
         covered = sum((where.rows[1] - where.rows[0]) for _, where in slices)
         narrow = any(where.columns[1] - where.columns[0] != columns for _, where in slices)
         if covered != count * rows or narrow or len(dict(slices)) < len(slices):
-            return  # padded, divided, or without explanation: `shares` reports it
+            return  # padded, divided, or unexplained: `shares` reports it
         for name, where in slices:
             matrices[where.first_row // rows].waiting.add(name)
             self._places.setdefault(name, []).append(place)
@@ -92,7 +92,7 @@ class QuantizedReference:
 
     @torch.no_grad()
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a tensor of the update. It has the transfer's dtype, and is on the model's device."""
+        """Processes a tensor of the update, in the transfer's dtype and on the model's device."""
         for place in self._places.get(name, ()):
             parameter = self._parameters[place]
             where = dict(parameter.slices)[name]
@@ -110,7 +110,7 @@ class QuantizedReference:
                 matrix.values_RC = None
 
     def shares(self, module: nn.Module, place: str, attribute: str, slices: Slices) -> Iterator[tuple[str, Share]]:
-        """Compares a parameter of the loaded model with what it must contain."""
+        """Compares a parameter of the loaded model with its expected content. Yields the shares of its tensors."""
         address = f"{place}.{attribute}"
         parameter = self._parameters.get(address)
         problem = "a quantized layer with padding cannot be compared" if parameter is None else ""
@@ -122,7 +122,7 @@ class QuantizedReference:
 
 
 def _problem(module: nn.Module, attribute: str, parameter: _Parameter) -> str:
-    """Returns how quantized values differ from recomputed ones. Empty if they do not."""
+    """Returns how quantized values differ from the recomputed ones. Empty if they do not."""
     if any(matrix.fingerprint is None for matrix in parameter.matrices):
         return "not all of its tensors arrived"
     values = getattr(module, attribute).detach()

@@ -9,7 +9,7 @@ layers cannot be read back: `engine_quantized` computes what they must contain.
 Invariants:
 - The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
   weight loader, so that a fault of the loader is detected.
-- The values are those that the forward pass uses. If a layer multiplies with a packed copy, the copy is read by
+- The forward pass uses the same values. If a layer multiplies with a packed copy, the copy is read by
   multiplying it with the identity through the layer's own operator. A row of the identity selects one column and all
   other products are zero, so the result is that column exactly: 1 x w plus zeros is not rounded in any float type.
   Plain parameters (GPU, embeddings, norms, biases) are read directly.
@@ -36,7 +36,7 @@ IDENTITY_ROWS = 256
 USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused modules that a model with experts in some layers does not always list."""
 SHARED_BY_VALUES = {"v_proj": "k_proj"}
-"""A projection that some layers do not have, and the one whose weights the engine uses for it (Gemma 4)."""
+"""Projections that some layers lack, and the projection whose weights the engine uses instead (Gemma 4)."""
 
 
 def engine_weights(
@@ -48,13 +48,13 @@ def engine_weights(
 ) -> dict[str, Any]:
     """Reads every tensor of `metas` from this worker's `model`. `metas` have the trainer's names and full shapes.
 
-    Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists
-    parameters of the engine that no tensor explains, `ignored` the tensors that its loader drops. `dtype` is the dtype
-    of the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` are second
-    names of parameters that were one when the model was built.
+    Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists the
+    engine's parameters that no tensor explains, `ignored` the tensors that its loader drops. `dtype` is the dtype of
+    the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` maps second names
+    of parameters that were shared when the model was built.
     """
     named, packing = list(zip(metas, engine_names(model, metas), strict=True)), _packing(model)
-    # An engine that serves text alone has left out the towers of other media.
+    # An engine that serves only text leaves out the towers of other media.
     left_out = {name for name, child in model.named_children() if next(child.parameters(), None) is None}
     sent = {name: meta for meta, name in named if name is not None and name.partition(".")[0] not in left_out}
     ignored = [meta.name for meta, name in named if name not in sent]
@@ -83,7 +83,7 @@ def engine_weights(
 
 
 def engine_names(model: nn.Module, metas: list[TensorMeta]) -> list[str | None]:
-    """Returns the names of tensors in the engine, before layers are fused. None for those that the engine drops."""
+    """Returns the engine's names of tensors, before layers are fused. None for tensors that the engine drops."""
     tables = []
     for place, module in [("", model), *model.named_children()]:
         mapper = getattr(module, "hf_to_vllm_mapper", None)
@@ -101,7 +101,7 @@ def engine_names(model: nn.Module, metas: list[TensorMeta]) -> list[str | None]:
 
 
 def quantized_reference(model: nn.Module, metas: list[TensorMeta], quantize: Quantize) -> QuantizedReference | None:
-    """Returns an observer of an update of `metas`. None if the model has no quantized layers."""
+    """Returns an observer for an update of `metas`. None if the model has no quantized layers."""
     if not any(is_quantized(module) for module in model.modules()):
         return None
     names, packing = engine_names(model, metas), _packing(model)
@@ -129,7 +129,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def loaded_names(tied: Mapping[str, str], shapes: Container[str]) -> dict[str, str]:
-    """Maps other names of shared parameters to the one in `shapes`, by which it is loaded, else to the first name."""
+    """Maps other names of shared parameters to the name under which they are loaded.
+
+    That is the name in `shapes`, else the first name.
+    """
     chosen = {first: first for first in tied.values()}
     chosen |= {first: name for name, first in tied.items() if name in shapes and first not in shapes}
     return {name: chosen[first] for name, first in (*tied.items(), *((f, f) for f in chosen)) if chosen[first] != name}
@@ -138,7 +141,7 @@ def loaded_names(tied: Mapping[str, str], shapes: Container[str]) -> dict[str, s
 def _parameters(
     model: nn.Module, shapes: Mapping[str, Any], tied: Mapping[str, str] | None
 ) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, str]]:
-    """Yields (module name, module, attribute, tensor, loaded name) of every parameter, and of buffers that are sent."""
+    """Yields (module name, module, attribute, tensor, loaded name) of every parameter and of each sent buffer."""
     loaded = loaded_names({**(tied or {}), **tied_names(model)}, shapes)
     for place, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -153,7 +156,7 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _packing(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the fused modules of an engine and their components in order, by its own tables."""
+    """Returns the fused modules of an engine and their components in order, from the engine's own tables."""
     tables = [getattr(getattr(m, "hf_to_vllm_mapper", None), "orig_to_new_stacked", None) for m in model.modules()]
     found: dict[str, list[str]] = {}
     for component, (fused, _) in (pair for table in tables if table for pair in table.items()):
@@ -170,7 +173,7 @@ def _locations(
     canonical: str,
     packing: Mapping[str, list[str]],
 ) -> Slices:
-    """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
+    """Returns the trainer tensors in this parameter and their locations. Empty if no tensors explain it."""
     if engine_experts.is_experts(module) and attribute in (engine_experts.GATE_UP, engine_experts.DOWN):
         return engine_experts.expert_slices(module, place, attribute, shapes)
     parent, _, last = place.rpartition(".")
@@ -202,13 +205,13 @@ def _locations(
 def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> Slices:
     """Returns the locations of tensors in a fused layer. Its components are consecutive rows, divided over the ranks.
 
-    A tensor has one component or, if checkpoints fuse as well, several. Empty if they do not add up.
+    A tensor has one component or, in a checkpoint with fused tensors, several. Empty if they do not add up.
     """
     rank, size = _tensor_parallel(module)
     sizes = [int(rows) for rows in getattr(module, "output_sizes", ())]
     replicas = [1] * len(sizes)
     if "QKVParallelLinear" in _kinds(module):
-        # Key and value heads are repeated if there are fewer than ranks: `replicas` neighbors have the same head.
+        # If there are fewer key and value heads than ranks, `replicas` neighboring ranks have the same head.
         repeated = int(getattr(module, "num_kv_head_replicas", 1))
         replicas = [1, repeated, repeated]
     components = [(rows // repeats, repeats) for rows, repeats in zip(sizes, replicas, strict=True)]
@@ -230,7 +233,7 @@ def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tupl
 
 
 def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
-    """Returns (rank, size) of the layer's partition. (0, 1) for a layer that every rank has completely."""
+    """Returns (rank, size) of the layer's partition. (0, 1) if every rank has the whole layer."""
     return int(getattr(module, "tp_rank", 0)), int(getattr(module, "tp_size", 1))
 
 
@@ -243,7 +246,7 @@ def _read(
     dtype: torch.dtype,
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
-    """Computes each slice's fingerprint, for every form of the parameter. The forms are those of the forward pass."""
+    """Computes each slice's fingerprint, for every form of the parameter that the forward pass uses."""
     if engine_experts.is_experts(module) and attribute in (engine_experts.GATE_UP, engine_experts.DOWN):
         stored = engine_experts.experts_as_loaded(module, attribute)
         if engine_experts.is_whole(module, attribute, slices):
@@ -263,7 +266,7 @@ def _read(
 
 
 def _packed_columns(module: Any, parameter: torch.Tensor, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first column, columns [rows, block]) of a packed weight. The layer's own operator reads it."""
+    """Yields (first column, columns [rows, block]) of a packed weight, read through the layer's own operator."""
     for start in range(0, num_columns, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, num_columns)
         identity = torch.zeros(stop - start, num_columns, dtype=parameter.dtype, device=parameter.device)

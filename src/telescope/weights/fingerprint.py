@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, which those of their parts add up to.
+"""Fingerprints of tensors. The fingerprints of a tensor's parts add up to its own.
 
 An engine stores a trainer's tensor as a slice of a fused parameter, divided further over tensor-parallel ranks. Each
 rank hashes its part at the position that it has in the whole tensor. The sums are compared with the hash of the sent
@@ -48,7 +48,7 @@ def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 @torch.no_grad()
 def fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0) -> int:
-    """Computes the fingerprint of a tensor, in [0, 2^64), or the share of its part from (row_offset, column_offset).
+    """Computes the fingerprint of a tensor in [0, 2^64), or the share of its part at (row_offset, column_offset).
 
     The shares of disjoint parts that cover a tensor add up to the tensor's fingerprint, modulo 2^64. Raises `TypeError`
     for an unknown dtype.
@@ -84,7 +84,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     """Returns the mixed bits of the elements as int64. Zeros of either sign and subnormals are 0.
 
     Mixing spreads bits over the word: typical weights end in zero bits (bfloat16 values in float32, round numbers), and
-    without it so would all products.
+    without mixing so would all products.
     """
     view, magnitude = _VIEWS[values.dtype]
     bits = values.contiguous().view(view)
@@ -95,7 +95,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Computes odd splitmix64 numbers of the indices offset .. offset + count, int64 [count]."""
+    """Returns the odd splitmix64 numbers of the indices offset .. offset + count, int64 [count]."""
     x = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -104,12 +104,12 @@ def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts int64 logically; torch's own shift keeps the sign."""
+    """Shifts int64 logically, while torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """Returns the int64 with the bits of an unsigned 64-bit number."""
+    """Returns the int64 that has the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -118,8 +118,8 @@ class Share:
     """The part of a trainer tensor in one parameter of one worker.
 
     `rows` and `columns` are the range of the part in the trainer's tensor (first dimension by the rest). `fingerprint`
-    is its share of the tensor's fingerprint, in hex. `exact` is False if the values do not convert to the dtype of the
-    transfer without loss, so that they cannot have been sent.
+    is its share of the tensor's fingerprint, in hex. `exact` is False if the values do not convert to the transfer's
+    dtype without loss, so that they cannot have been sent.
     """
 
     place: str
@@ -133,7 +133,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The location of a trainer tensor in a parameter, and its range."""
+    """The location of a trainer tensor in a parameter, and its range in the tensor."""
 
     first_row: int
     rows: tuple[int, int]
@@ -141,7 +141,7 @@ class Slice:
 
 
 Slices = list[tuple[str, Slice]]
-"""Tensors in a parameter, in the order of its rows. One that the parameter divides comes several times."""
+"""Tensors in a parameter, in the order of its rows. A tensor that the parameter divides comes several times."""
 
 
 def fingerprint_slices(

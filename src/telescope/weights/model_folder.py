@@ -1,6 +1,6 @@
-"""Reads model folders with safetensors files: lists, single tensors, and where the weights are from.
+"""Reads model folders with safetensors files: lists of tensors, single tensors, and the origin of the weights.
 
-The driver lists them from the headers, without torch; the workers of an engine read them.
+The driver lists tensors from the headers, without torch; an engine's workers read them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKER = ".telescope"
 
 
 class ModelSource(msgspec.Struct):
-    """What distinguishes a checkpoint from all others."""
+    """Identifies a checkpoint among all others."""
 
     step: int
     time: float | None = None
@@ -57,7 +57,7 @@ class ModelOrigin(msgspec.Struct):
 
 
 def read_origin(folder: Path) -> ModelOrigin | None:
-    """Returns where the weights of a model folder are from. None if it does not say."""
+    """Returns the origin of a model folder's weights. None if the folder does not say."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=ModelOrigin)
     except (OSError, ValueError, RecursionError):
@@ -73,7 +73,7 @@ def write_origin(folder: Path, origin: ModelOrigin) -> None:
 
 
 def is_whole(folder: Path, origin: ModelOrigin) -> bool:
-    """Returns whether a model folder still has the weights that were written, and its other files."""
+    """Returns whether a model folder still has the weights that were written and all other files."""
     try:
         for content, name in (((folder / name).read_bytes(), name) for name in origin.files):
             if name.endswith(".json"):
@@ -86,7 +86,7 @@ def is_whole(folder: Path, origin: ModelOrigin) -> bool:
 
 
 def model_folder(model: str) -> Path:
-    """Returns the folder of a model on this machine. Downloads it from the hub if it is an identifier.
+    """Returns a model's folder on this machine. Downloads it from the hub if it is an identifier.
 
     Raises `UserError` if the hub does not have it or cannot be reached.
     """
@@ -101,12 +101,12 @@ def model_folder(model: str) -> Path:
 
 
 def absolute_model(model: str) -> str:
-    """Returns a hub identifier as it is, and a path so that it holds in any working directory."""
+    """Returns a hub identifier unchanged, and a path as an absolute path."""
     return str(user_path(model).absolute()) if is_local_path(model) else model
 
 
 def base_weights(model: str) -> dict[str, str] | None:
-    """Returns what identifies the base of adapters: `absolute_model` and `weights_digest`. None if it is unreadable."""
+    """Returns the identity of the adapters' base: `absolute_model` and `weights_digest`. None if it is unreadable."""
     try:
         return {"model": absolute_model(model), "weights": weights_digest(model_folder(model))}
     except (OSError, ValueError, UserError):
@@ -114,9 +114,10 @@ def base_weights(model: str) -> dict[str, str] | None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a digest of names, dtypes, shapes and values of a model's weights, whatever file each of them is in.
+    """Returns a digest of the names, dtypes, shapes and values of a model's weights.
 
-    Computed once for files that do not change. Raises `UserError` and `OSError`.
+    It does not depend on how tensors are distributed over files. Computed once for files that do not change. Raises
+    `UserError` and `OSError`.
     """
     return _weights_digest(folder, tuple((path.name, path.stat().st_mtime_ns) for path in weight_files(folder)))
 
@@ -132,13 +133,13 @@ def _weights_digest(folder: Path, _files: tuple[tuple[str, int], ...]) -> str:
         values = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return f"{meta.name} {tensor.dtype} {tuple(tensor.shape)} {values.hexdigest()}"
 
-    with ThreadPoolExecutor() as pool:  # hashlib releases the lock of the interpreter
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
         lines = sorted(pool.map(describe, folder_metas(folder)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_base(folder: Path, base: dict[str, str] | None, checkpoint: Path) -> None:
-    """Raises `UserError` if `folder` has other weights than the base of a checkpoint's adapters (`base_weights`)."""
+    """Raises `UserError` if the weights in `folder` are not the base of a checkpoint's adapters (`base_weights`)."""
     if base and (found := weights_digest(folder)) != base["weights"]:
         raise UserError(
             f"{checkpoint} has adapters for other weights than those in {folder}: the digest was "
@@ -160,7 +161,7 @@ def folder_metas(folder: Path) -> list[TensorMeta]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model, as its index lists them. Raises `UserError` if one is missing."""
+    """Returns a model's safetensors files, as its index lists them. Raises `UserError` if one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -175,7 +176,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_reader(folder: Path) -> Callable[[str], torch.Tensor]:
-    """Returns a function that reads a tensor by name, on the CPU."""
+    """Returns a function that reads a tensor by name to the CPU."""
     from safetensors import safe_open
 
     file_of: dict[str, Any] = {}

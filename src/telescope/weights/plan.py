@@ -78,8 +78,8 @@ class InitInfo:
 class UpdateInfo:
     """One sync: body of vLLM's `/update_weights`, and all inputs of the layout.
 
-    `dtype` is the dtype of the transfer, in which the engine computes; the sender casts. `version` is the engine's
-    policy version after the sync. `timeout_seconds` is the deadline of the whole transfer.
+    `dtype` is the transfer's dtype, in which the engine computes; the sender casts. `version` is the engine's policy
+    version after the sync. `timeout_seconds` is the deadline of the whole transfer.
     """
 
     version: int
@@ -90,7 +90,7 @@ class UpdateInfo:
     shapes: list[list[int]]
     timeout_seconds: float
     background: bool = False
-    """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
+    """Whether the engine receives it while it samples (`weights.receiver`). The sender does the same in both cases."""
     verify: bool = False
     """Whether engines prepare to be compared with this update (`weights.engine_quantized`)."""
     folder: str = ""
@@ -113,12 +113,12 @@ class UpdateInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Payload of the sync in bytes, without alignment gaps."""
+        """Returns the payload of the sync in bytes, without alignment gaps."""
         return sum(meta.numel for meta in self.metas) * ITEM_BYTES[self.dtype]
 
     @property
     def digest(self) -> str:
-        """Hex digest of everything on which both sides must agree."""
+        """Returns a hex digest of everything on which both sides must agree."""
         agreed = [self.version, self.dtype, self.mode, self.bucket_bytes, self.names, self.shapes]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:32]
 
@@ -155,7 +155,7 @@ def make_update(
 
 
 def plan_buckets(update: UpdateInfo) -> list[Bucket]:
-    """Returns the buckets of a sync in the order of sending.
+    """Returns the buckets of a sync in sending order.
 
     `flattened_bucket` fills each bucket up to `bucket_bytes`; `per_tensor` puts every tensor into a separate bucket.
     """

@@ -34,7 +34,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # Rounding of 2^-4 of weights and activations in every product of one side.
     "fp8_per_block": Tolerance(maximum=4.0, mean=0.3),
 }
-"""By what the engine computes in. They are wide because fingerprints detect stale weights."""
+"""Tolerances by the engine's dtype or quantization. They are wide because fingerprints detect stale weights."""
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
@@ -51,7 +51,7 @@ def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, T
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
-    """Differences of logprobs over N tokens, in nats, with bounds. The bounds are those of the engine's dtype."""
+    """Differences of logprobs over N tokens, in nats, with the bounds of the engine's dtype."""
 
     num_tokens: int
     maximum: float
@@ -66,7 +66,7 @@ class LogprobComparison:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Verdict on one engine. `mismatched` maps each tensor that is not loaded as sent to the reason."""
+    """Result for one engine. `mismatched` maps each tensor that is not loaded as sent to the reason."""
 
     num_tensors: int
     mismatched: dict[str, str] = field(default_factory=dict)
@@ -114,8 +114,8 @@ def compare(
 ) -> ProbeReport:
     """Compares one engine with the sent tensors. `sent` is `SendReport.fingerprints` of all ranks.
 
-    `loaded` is what `EngineBackend.fingerprints` returned, None for an engine with an adapter.
-    Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's, or its quantization.
+    `loaded` is the result of `EngineBackend.fingerprints`, None for an engine with an adapter. Logprobs are of the same
+    tokens in the same order; give both or none. `dtype` is the engine's, or its quantization.
     """
     logprobs = None
     if trainer_logprobs is not None and engine_logprobs is not None:
@@ -138,7 +138,7 @@ def compare(
 
 
 def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: str) -> LogprobComparison:
-    """Compares logprobs of the same tokens, at temperature 1. The tolerance is that of `dtype`.
+    """Compares logprobs of the same tokens at temperature 1, with the tolerance of `dtype`.
 
     Raises ValueError if the two sides have different numbers of tokens, or none.
     """
@@ -152,7 +152,7 @@ def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: s
 
 
 def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the workers do not hold `name` as it was sent. None when they do."""
+    """Returns why the workers do not have `name` as it was sent. None if they do."""
     if sent is None:
         return "the engine expects it, but it was not sent"
     shape = next((worker["shapes"][name] for worker in loaded if name in worker.get("shapes", {})), None)
@@ -194,8 +194,8 @@ def _mismatch_in_place(
 def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bool:
     """Returns whether rectangles cover rows x columns exactly once.
 
-    They are (row start, row end, column start, column end). Correct for partitions along one dimension; tensor
-    parallelism makes no others.
+    They are (row start, row end, column start, column end). Correct for partitions along one dimension, the only ones
+    in tensor parallelism.
     """
     edge_R, edge_C = 0, 0
     for row_start, row_end, column_start, column_end in sorted(areas):

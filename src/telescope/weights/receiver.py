@@ -51,7 +51,7 @@ class ReceiveReport:
 
 
 class ReceiveBuffers:
-    """Two buffers that all syncs reuse. Their loader copies tensors at once.
+    """Two buffers that all syncs reuse, for loaders that copy tensors at once.
 
     Reuse needs no waiting: on a GPU a broadcast into a buffer is queued behind the copies out of it. After an aborted
     transfer they must be replaced, because gloo may still write into them.
@@ -63,14 +63,14 @@ class ReceiveBuffers:
     def take(
         self, index: int, num_elements: int, dtype: torch.dtype, device: torch.device, pinned: bool
     ) -> torch.Tensor:
-        """Returns a buffer of at least `num_elements`. It is buffer `index` mod 2, replaced if it is too small.
+        """Returns a buffer of at least `num_elements`: buffer `index` mod 2, replaced if it is too small.
 
-        A device without an index is the current one.
+        A device without an index means the current device.
         """
         buffer = self._buffers[index % 2]
         fits = buffer is not None and buffer.numel() >= num_elements
         if buffer is None or not fits or buffer.dtype != dtype or buffer.device.type != device.type:
-            self._buffers[index % 2] = None  # freed before the new one is made
+            self._buffers[index % 2] = None  # frees the old buffer before the new one is allocated
             buffer = torch.empty(num_elements, dtype=dtype, device=device, pin_memory=pinned)
             self._buffers[index % 2] = buffer
         return buffer[:num_elements]
@@ -85,7 +85,7 @@ def receive(
     pin_memory: bool = True,
     buffers: ReceiveBuffers | None = None,
 ) -> ReceiveReport:
-    """Receives every bucket of `update` and loads its tensors. Calls `load` with tensors on `device`.
+    """Receives every bucket of `update` and passes its tensors, on `device`, to `load`.
 
     `buffers` are reused; without them every bucket has a new buffer. Raises `TransferError` or `DeadlineExceeded` after
     aborting the communicator. An exception of `load` aborts it too, so that the sender is notified at once.
@@ -133,7 +133,7 @@ def receive(
 
 
 _JOIN_SECONDS = 30.0
-"""Limit for the end of an aborted thread, which takes milliseconds."""
+"""Time limit for an aborted thread to end. It usually takes milliseconds."""
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class OverlappedReceive:
         self._thread.start()
 
     def finish(self) -> ReceiveReport:
-        """Waits for the complete sync. Raises the error of the thread, or `DeadlineExceeded`."""
+        """Waits for the complete sync. Raises the thread's error, or `DeadlineExceeded`."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
         if self._thread.is_alive():
             raise DeadlineExceeded(
@@ -178,7 +178,7 @@ class OverlappedReceive:
     def _run(self) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # of this thread
+                torch.cuda.set_device(self.device)  # the device of this thread
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 self._report = receive(
@@ -200,7 +200,7 @@ MAX_REASONS = 3
 
 
 def why_in_place(model: nn.Module) -> str | None:
-    """Returns why this model cannot have staging buffers, if so."""
+    """Returns why this model cannot have staging buffers. None if it can."""
     return listed(_reasons(model), MAX_REASONS, "; ") or None
 
 
@@ -225,7 +225,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 class StagingBuffers:
-    """Staging buffers of one model. They allocate as much memory as its parameters."""
+    """The staging buffers of one model. They take as much memory as its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         reason = why_in_place(model)
@@ -270,7 +270,7 @@ class StagingBuffers:
         return twin
 
     def _stage(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns a buffer of the parameter's class with its attributes. Loaders read both."""
+        """Returns a buffer with the parameter's class and attributes, because loaders read both."""
         known = self._staging.get(id(parameter))
         if known is not None:
             return known

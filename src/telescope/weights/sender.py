@@ -29,7 +29,7 @@ _NUM_BUFFERS = 2
 
 @dataclass(slots=True)
 class SendReport:
-    """Report of one sync on one trainer rank. Seconds are wall time on this rank."""
+    """The report of one sync on one trainer rank. Seconds are wall time on this rank."""
 
     version: int
     num_bytes: int
@@ -84,7 +84,7 @@ class WeightSender:
         return info
 
     def connect(self, engine: int) -> None:
-        """Waits for the engine of `listen`.
+        """Waits until the engine of `listen` has connected.
 
         Raises `DeadlineExceeded` after `timeout_seconds` of `listen`, `TransferError` on a failure or an `abort`.
         """
@@ -101,11 +101,11 @@ class WeightSender:
 
     @property
     def connected(self) -> list[int]:
-        """Engines to which this rank can send now."""
+        """Returns the engines to which this rank can send now."""
         return sorted(e for e, communicator in self._communicators.items() if communicator.failure is None)
 
     def abort(self, engine: int, reason: str) -> None:
-        """Aborts the transfer or the connection to one engine; others continue. Any thread may call it."""
+        """Aborts the transfer or connection to one engine; others continue. Any thread may call it."""
         if waiting := self._rendezvous.get(engine):
             waiting[0].abort(reason)
         if communicator := self._communicators.get(engine):
@@ -136,11 +136,11 @@ class WeightSender:
         fingerprints: bool = False,
         corrupt: str | None = None,
     ) -> SendReport:
-        """Sends one sync to those of `engines` that belong to this rank. Collective over all trainer ranks.
+        """Sends one sync to this rank's engines among `engines`. Collective over all trainer ranks.
 
         `named_weights` yields (name, full tensor) in the order of `update.names`. Engine failures are in the report;
         exceptions of the iterator are raised. `corrupt` names a tensor of which one bit is changed after its
-        fingerprint was computed, as by a transport fault that a probe must detect.
+        fingerprint was computed, to imitate a transport fault that a probe must detect.
         """
         return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
 
@@ -200,7 +200,7 @@ class _Send:
         return self.report
 
     def _on_each(self, wait_for: Callable[[int, Communicator], Any]) -> None:
-        """Waits for every engine that has not failed, and counts the time."""
+        """Calls `wait_for` for every engine that has not failed, and measures the time."""
         waiting = time.monotonic()
         for engine, communicator in list(self.live.items()):
             try:
@@ -210,7 +210,7 @@ class _Send:
         self.report.wait_seconds += time.monotonic() - waiting
 
     def _fill(self, bucket: Bucket, slot: int, buckets: list[Bucket]) -> torch.Tensor | None:
-        """Gathers the bucket's tensors. A rank that sends casts them into its buffer."""
+        """Gathers the bucket's tensors. A sending rank casts them into its buffer."""
         dtype: torch.dtype = getattr(torch, self.update.dtype)
         flat: torch.Tensor | None = None
         if self.live:
@@ -267,7 +267,7 @@ class _Send:
 
 
 def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the smallest possible fault. Its largest element differs in its last bit."""
+    """Returns a copy with the smallest possible fault: the last bit of its largest element is flipped."""
     corrupted = tensor.clone()
     bits = corrupted.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
     bits[int(tensor.abs().argmax())] ^= 1

@@ -1,6 +1,6 @@
 """Countdown played by agents: small examples of `rollout`, for demos on two CPU cores.
 
-`agent` names one of them.
+The argument `agent` selects one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
 
 NUM_ATTEMPTS = 3
-"""Answers of the agent that compacts, more than fit a small context."""
+"""Most answers of the compacting agent. They do not all fit a small context."""
 
 AGENTS = ("sdk", "checker", "compacting", "sandboxed")
 
@@ -72,12 +72,12 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         self.agent = agent
 
     async def check_resources(self) -> None:
-        """Checks the provider of sandboxes if the agent uses it."""
+        """Checks the sandbox provider if the agent uses sandboxes."""
         if self.agent == "sandboxed":
             await super().check_resources()
 
     async def prepare_resources(self) -> None:
-        """Starts the pool of sandboxes if the agent uses it."""
+        """Starts the sandbox pool if the agent uses sandboxes."""
         if self.agent == "sandboxed":
             await super().prepare_resources()
 
@@ -101,7 +101,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         answer = await context.generate([{"role": "user", "content": sample.prompt}])
         result = self.compute_reward(answer.text, sample)
         numbers = sample.metadata["numbers"][::-1]
-        with contextlib.suppress(ExpressionError):  # the checker reads the numbers in the order of the solver
+        with contextlib.suppress(ExpressionError):  # the checker sees the numbers in the solver's order
             used = parse(extract_answer_tags(answer.text)).numbers
             numbers = used if sorted(used) == sorted(numbers) else numbers
         with context.chat("checker") as checker:

@@ -1,8 +1,8 @@
 """The calculator agent: the model answers a question with a calculator that does one operation at a time.
 
-The reward requires that the last answer is one number between `<answer>` tags, that it is the value of the question,
-and that the calculator has returned it. A right answer without the calculator earns nothing, and neither does a call
-without an answer. Countdown's grammar (digits and + - * /) parses expressions; no text is evaluated.
+The reward requires that the last answer is one number between `<answer>` tags, that it is right, and that the
+calculator has returned it. A right answer without the calculator earns nothing, and neither does a call without an
+answer. Countdown's grammar (digits and + - * /) parses expressions; no text is evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REQUIRED_PACKAGES: list[str] = []
 
 DEFAULT_NUM_SAMPLES = 2_000
 RESULTS_KEY = "calculator_results"
-"""Key of `state.custom` that holds the values that the calculator has returned."""
+"""Key of `state.custom` with the values that the calculator has returned."""
 
 SYSTEM_PROMPT = "You do arithmetic with a calculator. You do not compute in your head."
 INSTRUCTION = (
@@ -81,7 +81,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         operations: str = "+-*",
         **_: Any,
     ) -> list[Sample]:
-        """The questions. Raises `UserError` when the settings allow fewer than `num_samples`."""
+        """Returns the questions. Raises `UserError` when the settings allow fewer than `num_samples`."""
         if portion not in ("all", "train", "heldout"):
             raise UserError(f"calculator_agent: portion is {portion!r}; use all, train or heldout.")
         if not operations or set(operations) - set("+-*"):
@@ -104,7 +104,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         return [self.sample_of(question) for question in questions]
 
     def sample_of(self, question: Question) -> Sample:
-        """A question as a dataset item."""
+        """Returns a question as a dataset item."""
         prompt = question.text if self.short else f"What is {question.text}?\n\n{INSTRUCTION}"
         steps = [expression for expression, _ in question.steps]
         metadata = {"question": question.text, "operations": len(steps), "steps": steps}
@@ -124,7 +124,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         if not self.short:
             return super().parse_tool_calls(completion)
         text = strip_think_tags(completion)
-        closed = text[: text.rfind(CALL_CLOSE) + len(CALL_CLOSE)]  # without it, many openings take quadratic time
+        closed = text[: text.rfind(CALL_CLOSE) + len(CALL_CLOSE)]  # without this, many openings take quadratic time
         found = re.finditer(f"{CALL_OPEN}(.*?){CALL_CLOSE}", closed, re.DOTALL)
         calls = [ToolCall("calculate", {"expression": call[1]}, call[0]) for call in found]
         if not calls and ("<call" in text or "call>" in text):
@@ -164,9 +164,9 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         )
 
     def _turns(self, state: RolloutState, right: bool) -> list[dict[str, Any]]:
-        """Returns per turn the expected text and whether it came.
+        """Returns per turn the expected text and whether the model wrote it.
 
-        Other solutions earn the full reward too; these records do not affect it.
+        Other solutions also earn the full reward; these records do not affect it.
         """
         steps = state.sample.metadata["steps"]
         turns = []

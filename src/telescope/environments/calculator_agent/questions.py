@@ -19,20 +19,20 @@ LARGEST_RESULT = 999_999_999
 
 @dataclass(slots=True, frozen=True)
 class Question:
-    """Numbers and the operators between them."""
+    """The numbers of a question and the operators between them."""
 
     numbers: tuple[int, ...]
     operators: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The question without spaces."""
+        """Returns the question without spaces."""
         pairs = zip(self.operators, self.numbers[1:], strict=True)
         return str(self.numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs)
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """The calls of the calculator, one operation each, with their results."""
+        """Returns the calculator calls, one operation each, with their results."""
         steps: list[tuple[str, int]] = []
         value = self.numbers[0]
         for operator, number in zip(self.operators, self.numbers[1:], strict=True):
@@ -57,12 +57,12 @@ class QuestionSettings:
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """The result of one operation."""
+    """Returns the result of one operation."""
     return int(OPERATIONS[operator](left, right))
 
 
 def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:
-    """A random question without negative intermediate results."""
+    """Returns a random question without negative intermediate results."""
     count = rng.randint(settings.min_operations, settings.max_operations)
     numbers = [rng.randint(1, settings.max_number)]
     operators: list[str] = []

@@ -2,7 +2,7 @@
 
 An answer is right when the last `<answer>...</answer>` contains an expression that uses every given number exactly
 once, with allowed operators only, and equals the target exactly. Its form is right when there is exactly one such pair
-of tags, nothing follows it, and its content parses. `arithmetic` parses and evaluates expressions.
+of tags, nothing follows it, and its content parses. `puzzles` parses and evaluates expressions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INSTRUCTION_PROMPT = (
 )
 
 _UNSET: Any = object()
-"""Distinguishes `system_prompt: null` (none) from a missing one (the default of the prompt style)."""
+"""Distinguishes `system_prompt: null` (none) from a missing argument (the default of the prompt style)."""
 
 
 class CountdownEnvironment(SingleTurnEnvironment):
@@ -101,7 +101,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
         max_target: int = 100,
         **_: Any,
     ) -> list[Sample]:
-        """The puzzles as samples. Raises `UserError` when the settings allow fewer than `num_samples`."""
+        """Returns the puzzles as samples. Raises `UserError` when the settings allow fewer than `num_samples`."""
         _one_of("dataset", dataset, ("auto", "hub", "generated"))
         _one_of("portion", portion, ("all", "train", "heldout"))
         settings = PuzzleSettings(
@@ -111,7 +111,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
             try:
                 return self._load_hub(num_samples, portion, dataset_name, dataset_subset, dataset_split)
             except Exception as error:
-                # Generated puzzles replace the default dataset, and no dataset that the user selected.
+                # Generated puzzles replace only the default dataset, never one that the user selected.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
                 reason = error.__cause__ or error
@@ -162,7 +162,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
         )
 
     def question(self, numbers: Iterable[int], target: int) -> str:
-        """The user's message for a puzzle, without the instruction."""
+        """Returns the user's message for a puzzle, without the instruction."""
         if self.prompt_style == "short":
             return f"{' '.join(map(str, numbers))} -> {target}"
         return f"Make {target} from the numbers {', '.join(map(str, numbers))}."

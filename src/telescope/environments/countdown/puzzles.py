@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Puzzle:
-    """Numbers in the prompt's order, target, and one expression that reaches it."""
+    """Numbers in the prompt's order, the target, and one expression that reaches it."""
 
     numbers: tuple[int, ...]
     target: int
@@ -75,7 +75,7 @@ def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") 
 
 
 def distinct(draw: Callable[[], T | None], admits: Callable[[T], bool]) -> Iterator[T]:
-    """Yields different items that are drawn and admitted. Ends when no new ones are found."""
+    """Yields distinct items that `draw` returns and `admits` accepts. Ends when no new ones are found."""
     seen: set[T] = set()
     misses = 0
     while misses < _GIVE_UP_AFTER:
@@ -101,7 +101,7 @@ class _Term:
 
 
 def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | None:
-    """Combines random numbers in pairs and random order. None when the result is not a valid target."""
+    """Combines random numbers in random pairs and order. None when the result is not a valid target."""
     count = rng.randint(settings.min_numbers, settings.max_numbers)
     numbers = tuple(rng.randint(settings.min_number, settings.max_number) for _ in range(count))
     terms = [_Term(number, str(number), "") for number in numbers]
@@ -119,7 +119,7 @@ def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | Non
 
 
 def solve(numbers: Sequence[int], target: int, operations: str) -> str | None:
-    """Returns an expression that reaches the target by whole numbers. None if there is none."""
+    """Returns an expression that reaches the target with whole numbers. None if there is none."""
 
     def search(terms: list[_Term]) -> str | None:
         if len(terms) == 1:
@@ -154,12 +154,12 @@ MAX_DEPTH = 32
 """Deepest nesting of parentheses, which bounds the recursion."""
 _ALLOWED = re.compile(r"[-+*/() \t\n0-9]*")
 _TYPOGRAPHY = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\t": " ", "\n": " "})
-"""The signs of printed mathematics, and white space."""
+"""Replaces the signs of printed mathematics, and white space."""
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression of this grammar, or too large."""
+    """The text is not an expression of this grammar, or is too large."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,7 +171,7 @@ class Expression:
     tree: ast.expr
 
     def value(self) -> Fraction:
-        """The exact value. Raises `ZeroDivisionError`."""
+        """Returns the exact value. Raises `ZeroDivisionError`."""
 
         def value_of(node: Any) -> Fraction:
             if isinstance(node, ast.Constant):

@@ -1,8 +1,8 @@
 """The DAPO environment: 17,000 competition problems whose answers are whole numbers.
 
 Problems come from the hub (`BytedTsinghua-SIA/DAPO-Math-17k`, the dataset of https://arxiv.org/abs/2503.14476), or are
-those that ship with `hendrycks_math`. The dataset's prompts end with their own instruction, to write `Answer: ...` in
-the last line, so the environment adds none. The reward is that of `hendrycks_math`.
+the ones that ship with `hendrycks_math`. The dataset's prompts end with their own instruction to write `Answer: ...` in
+the last line, so the environment adds none. The reward is the one of `hendrycks_math`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DapoMathEnvironment(MathEnvironment):
         return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
 
     def hub_samples(self, name: str, subsets: Sequence[str | None], split: str) -> list[Sample]:
-        """Returns every problem once: the hub's dataset repeats each a hundred times."""
+        """Returns every problem once. The hub's dataset repeats each a hundred times."""
         samples: dict[str, Sample | None] = {}
         for row in hub_rows(self.name, name, subsets, split, [("prompt",), ("reward_model",)], only=True):
             messages, truth = row["prompt"], row["reward_model"]

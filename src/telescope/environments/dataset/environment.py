@@ -1,7 +1,7 @@
-r"""Trains on rows of one's own: a file, a folder or a dataset of the hub, without code.
+"""Trains on your own rows, without code: a file, a folder or a dataset of the hub.
 
-Rows of verl, GSM8K, MATH and TRL are recognized; others name their columns. The reward compares the answer of a
-completion with that of its row, or is a function with the signature of TRL's reward functions.
+Rows of verl, GSM8K, MATH and TRL are recognized; for other rows the arguments name the columns. The reward compares the
+answer in a completion with the row's answer, or is a function with the signature of TRL's reward functions.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self._rollout = load_function(rollout, "dataset: the rollout")
             if not inspect.iscoroutinefunction(self._rollout):
                 raise UserError(f"dataset: the rollout {rollout!r} is no async function of a sample and a context.")
-            vars(self)["rollout"] = self._roll_out  # a class variable of other environments
+            vars(self)["rollout"] = self._roll_out  # for other environments it is a method of the class
 
     async def check_resources(self) -> None:
         await super().check_resources()
@@ -151,7 +151,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         tests: str | None = None,
         seed: int | None = None,
     ) -> list[Sample]:
-        """Returns the rows as samples, whose metadata has all their columns. Raises `UserError` if there is none."""
+        """Returns the rows as samples, with all columns in their metadata. Raises `UserError` if there are none."""
         if not path:
             raise UserError("dataset: set path in its kwargs to a file, a folder or a dataset of the hub.")
         rows = list(hub_rows("dataset", path, [subset], split or "train", (), otherwise=""))
@@ -162,7 +162,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         form, prompt, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
-        # Texts that are compared as they are may contain "####" or "answer:" without being worked out.
+        # A text that is compared unchanged may contain "####" or "answer:" without being a worked-out solution.
         is_final = self.compares != "math" and form != GSM8K
         samples: list[Sample] = []
         unusable: list[str] = []
@@ -207,7 +207,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return {_TESTS_KEY: read_tests(value_of(row, column), most, random.Random(number))}
 
     async def _run_tests(self, text: str, sample: Sample, result: RewardResult) -> float:
-        """Returns 1 if the program in an answer passes the tests of its row, else 0. Adds what the tests tell."""
+        """Returns 1 if the program in an answer passes its row's tests, else 0. Adds the tests' metrics and notes."""
         assert self._code is not None
         tested = await self._code.compute_reward(text, Sample("", metadata={"tests": sample.metadata[_TESTS_KEY]}))
         result.sample_metrics |= tested.sample_metrics
@@ -259,7 +259,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     def cheats(self, sample: Sample) -> dict[str, str]:
         cheats = super().cheats(sample)
         if self.compares != "math" or len(self.functions) + self._judges:
-            cheats.pop(GOLD, None)  # a right answer, whose form is free
+            cheats.pop(GOLD, None)  # a right answer in any form
         return cheats if self._code is None else self._code.cheats(Sample("")) | cheats
 
     def compute_reward(  # type: ignore[override]  # awaitable with async functions
@@ -269,7 +269,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         result = RewardResult(0.0)
         if self.compares:
             result = super().compute_reward(completion, sample, eos_token)
-            # Without a form, all of a completion is its answer.
+            # Without a form, the whole completion is the answer.
             if self.compares == "exact" and not result.sample_metrics["format"]:
                 correct = float(self.is_correct(strip_think_tags(text), sample))
                 result.total_reward = result.sample_metrics["correct"] = correct
@@ -297,7 +297,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
 
 
 def _refuse_surrogates(texts: list[Any]) -> None:
-    """Raises `ValueError` for half a character such as JSON's `\\ud800`, which no tokenizer takes."""
+    r"""Raises `ValueError` for half a character such as JSON's `\ud800`, which tokenizers do not accept."""
     try:
         json.dumps(texts, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -306,7 +306,7 @@ def _refuse_surrogates(texts: list[Any]) -> None:
 
 
 def _is_same(answer: str, gold: str) -> bool:
-    """Compares texts without regard to spaces, and words of logic without regard to case."""
+    """Compares texts, ignoring spaces, and the case of logic words."""
     if gold.casefold() in ("true", "false", "yes", "no"):
         answer, gold = answer.casefold(), gold.casefold()
     return verify_exact_match(answer, gold)

@@ -1,4 +1,4 @@
-"""Calls reward functions with the signature of TRL: `f(prompts, completions, **columns) -> list[float]`."""
+"""Calls reward functions with TRL's signature: `f(prompts, completions, **columns) -> list[float]`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments besides the columns. The last four are what TRL adds; here they are empty."""
+"""Arguments besides the columns. TRL adds the last four; here they are empty."""
 HIDDEN = (ENV_NAME_KEY, ANSWERS_KEY, "prompt", "completion")
-"""Keys of the metadata that are not given; TRL gives the last two as prompts and completions."""
+"""Keys of the metadata that are not passed. TRL passes the last two as prompts and completions."""
 
 
 def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, columns: list[str]) -> None:
-    """Raises `UserError` if the function needs an argument that is no column."""
+    """Raises `UserError` if the function needs an argument that is not a column."""
     for parameter in inspect.signature(function).parameters.values():
         needed = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
@@ -34,7 +34,7 @@ def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, c
 
 
 def call_function(function: Callable[..., Any], text: str, sample: Sample) -> Any:
-    """Returns what the function says of one completion, or an awaitable of it, for `read_reward`.
+    """Returns a function's result for one completion, or an awaitable of it, for `read_reward`.
 
     The completion is a list of messages if the prompt is, as in TRL.
     """
@@ -46,7 +46,7 @@ def call_function(function: Callable[..., Any], text: str, sample: Sample) -> An
 
 
 def read_reward(name: str, function: Callable[..., Any] | None, returned: Any) -> float:
-    """Returns a function's reward of one completion. None means that the function does not apply: 0."""
+    """Returns the reward in a function's result for one completion. None (not applicable) becomes 0."""
     value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     try:
         number = 0.0 if value is None else float(value)
@@ -62,4 +62,4 @@ def read_reward(name: str, function: Callable[..., Any] | None, returned: Any) -
 
 
 def _ignore(*_: Any) -> None:
-    """Stands for a function with which TRL's rewards log."""
+    """Replaces the functions that TRL's rewards use for logging."""

@@ -29,10 +29,10 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_prompt(value: Any) -> str | list[ChatMessage]:
-    """Returns a prompt as text, or as messages of which the model answers the last. Empty if there is none.
+    """Returns a prompt as text or as messages, the last of which the model answers. Empty if there is none.
 
-    Messages may also be written as text (JSON, or a literal of Python), as one object, or in the form of ShareGPT.
-    Raises `ValueError`, whose text says what is wrong and how to fix it, for messages that no model can answer.
+    Messages may also be written as text (JSON, or a Python literal), as one object, or in the form of ShareGPT. Raises
+    `ValueError`, whose text has the problem and the fix, for messages that no model can answer.
     """
     value = value.decode() if isinstance(value, bytes) else value
     if isinstance(value, str):
@@ -49,7 +49,7 @@ def read_prompt(value: Any) -> str | list[ChatMessage]:
 
 
 def _written_messages(text: str) -> list[Any] | dict[str, Any] | None:
-    """Returns the messages that a text consists of, as in an exported CSV file. None if it is another text."""
+    """Returns the messages in a text that consists of messages, as in an exported CSV file. None for other texts."""
     if text[:1] + text[-1:] not in ("[]", "{}") or not re.search(r"['\"](role|from)['\"]\s*:", text):
         return None
     for read in (json.loads, ast.literal_eval):
@@ -84,10 +84,10 @@ def _read_message(message: Any) -> ChatMessage:
 
 
 def read_criteria(value: Any) -> dict[str, float]:
-    """Returns criteria with their weights. Raises `ValueError` if the value has another form.
+    """Returns criteria with their weights. Raises `ValueError` for a value of another form.
 
-    It is a text, an object of weights, or a list of texts or of objects with `criterion` (or `description`) and
-    `weight` (or `points`); any of it may be JSON.
+    The value is a text, an object of weights, or a list of texts or of objects with `criterion` (or `description`) and
+    `weight` (or `points`). Any of it may be JSON.
     """
     if isinstance(value, str):
         if value[:1] not in ("{", "["):
@@ -106,7 +106,7 @@ def read_criteria(value: Any) -> dict[str, float]:
 
 
 def value_of(row: dict[str, Any], column: str) -> Any:
-    """Returns the value of a column, or of a field in it, as in `reward_model.ground_truth`. None if there is none."""
+    """Returns the value of a column, or of a field in it (`reward_model.ground_truth`). None if it is missing."""
     value: Any = row
     if column in row:
         return row[column]
@@ -116,7 +116,7 @@ def value_of(row: dict[str, Any], column: str) -> Any:
 
 
 def list_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the columns of all rows, in order; a file of JSON lines may lack some in some rows."""
+    """Returns the columns of all rows in order. Rows of a JSON lines file may have different columns."""
     return list(dict.fromkeys(column for row in rows for column in row))
 
 
@@ -131,9 +131,9 @@ def choose_columns(
     tests: str | None = None,
     needs_tests: bool = False,
 ) -> tuple[str, str, str | None, str | None]:
-    """Returns what the rows look like, and the columns of the prompt, the answer and the tests.
+    """Returns the recognized format of the rows, and the columns of the prompt, the answer and the tests.
 
-    Raises `UserError` with the columns that exist.
+    Raises `UserError` with the existing columns.
     """
     it_has = f"It has: {', '.join(columns) or 'no rows'}."
 

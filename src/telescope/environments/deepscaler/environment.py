@@ -1,7 +1,7 @@
 r"""The DeepScaleR environment: 40,000 competition problems with an answer in `\boxed{...}`.
 
-Problems come from the hub (`agentica-org/DeepScaleR-Preview-Dataset`), or are those that ship with `hendrycks_math`,
-whose prompts and reward it uses.
+Problems come from the hub (`agentica-org/DeepScaleR-Preview-Dataset`), or are the ones that ship with `hendrycks_math`.
+Prompts and reward are the same as in `hendrycks_math`.
 """
 
 from __future__ import annotations

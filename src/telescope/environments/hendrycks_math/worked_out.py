@@ -44,7 +44,7 @@ _PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DIGITS}"  # 12, 1,000, 0.5
     rf"|{_DIGITS}?\\frac{_PART}{_PART}|{_DIGITS}/{_DIGITS}"  # a fraction, a mixed number
-    rf"|[0-9]*\.[0-9]*\\overline\{{[0-9]+\}}"  # a period
+    rf"|[0-9]*\.[0-9]*\\overline\{{[0-9]+\}}"  # a repeating decimal
     rf"|(?:{_DIGITS}(?:\\times|\\cdot))?10\^(?:\{{-?[0-9]+\}}|[0-9])"  # a power of ten
     r"|[0-9A-Z]+_(?:\{[0-9]+\}|[0-9]))"  # in a base
 )
@@ -57,7 +57,7 @@ _HAS_WORK = re.compile(r"[-+*/^!.,_=<>]|\\(?!(?:text|pi|circ|infty)(?![A-Za-z]))
 
 
 def is_worked_out(answer: str, expected: str, problem: str) -> bool:
-    """Returns whether `answer` is a result and not a restatement of `problem`."""
+    """Returns whether `answer` is a result, not a restatement of `problem`."""
     if len(answer) > MAX_CHARACTERS:
         return answer == expected
     answer_text, expected_text = _plain(normalize_answer(answer)), _plain(normalize_answer(expected))
@@ -71,14 +71,14 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
 
 
 def _is_copied(answer: str, problem: str) -> bool:
-    """Returns whether the answer is a formula of the problem, or a side of one."""
+    """Returns whether the answer is a formula of the problem, or one side of it."""
     answer_text = _plain(to_latex(answer))
     sides = {_unwrapped(side) for side in (answer_text, _RELATIONS.split(answer_text)[-1])}
     return bool(_HAS_WORK.search(answer_text) and sides & _expressions(to_latex(problem)))
 
 
 def _plain(text: str) -> str:
-    """The text without spaces and dollars, with one sign of multiplication."""
+    """Returns the text without spaces and dollar signs, and with one multiplication sign."""
     return _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
 
 
@@ -88,7 +88,7 @@ def _kinds(text: str) -> set[str]:
 
 
 def _is_number(text: str) -> bool:
-    """Returns whether the text is a number. A unit, or `x =` before it, may be present."""
+    """Returns whether the text is a number, possibly with a unit, or `x =` before it."""
     text = _TEXT.sub("", text).rpartition("=")[2]
     text = _SIGNS.sub("", text)
     text = _unwrapped(text.replace("\\{", "{").replace("\\}", "}"))
@@ -98,7 +98,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """The text without brackets that enclose all of it."""
+    """Returns the text without brackets that enclose all of it."""
     while len(text) > 2 and text[0] in _CLOSING and text[-1] == _CLOSING[text[0]]:
         inside = text[1:-1]
         opens, closes = inside.find(text[0]), inside.find(text[-1])
@@ -109,7 +109,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _expressions(problem: str) -> set[str]:
-    """Returns formulas, and texts between words, whole and split at relations."""
+    """Returns formulas, and texts between words, both whole and split at relations."""
     found: set[str] = set()
     for piece in _BETWEEN_FORMULAS.split(problem):
         for part in (piece, *_WORDS.split(piece)):

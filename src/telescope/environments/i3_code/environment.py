@@ -3,7 +3,7 @@
 Problems come from the hub (`PrimeIntellect/INTELLECT-3-RL`, subset `code`), or are the 60 that ship with Telescope. The
 tests of an answer run in one command: `runner.py` gets the program and the inputs, and reports digests of the outputs.
 Expected outputs never enter the sandbox, so an answer can only pass by computing them. A sandbox that fails is replaced
-once; then the sample is masked.
+once; if the second one fails too, the sample is masked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         seed: int = 0,
         **_: Any,
     ) -> list[Sample]:
-        """Returns the problems as samples. Raises `UserError` if there is none."""
+        """Returns the problems as samples. Raises `UserError` if there are none."""
         is_bounded = (min_difficulty, max_difficulty) != (None, None)
         if is_bounded and difficulty_key is None:
             raise UserError(f"{self.name}: min_difficulty and max_difficulty need difficulty_key, a column.")
@@ -157,7 +157,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     async def _run_tests(
         self, program: str, tests: dict[str, Any], metrics: dict[str, float], notes: dict[str, str]
     ) -> list[dict[str, Any]]:
-        """Returns the runner's results, empty if the program ended the runner itself. Raises `SandboxError`."""
+        """Returns the runner's results. Empty if the program ended the runner itself. Raises `SandboxError`."""
         for attempt in range(NUM_ATTEMPTS):
             metrics["retry_count"] = float(attempt)
             started_at = time.monotonic()
@@ -202,15 +202,15 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         seconds = START_SECONDS + len(tests["inputs"]) * (self.timeout_per_test + 1)
         try:
             return await provider.execute(handle, f"python3 {folder}/runner.py {folder}/job.json", timeout=seconds)
-        except SandboxCommandTimeoutError:  # every test has a limit of its own, so that the program stopped the runner
+        except SandboxCommandTimeoutError:  # every test has its own limit, so the program must have stopped the runner
             return ExecResult(STOPPED, "", "")
 
 
 def read_tests(info: Any, max_num_tests: int, rng: random.Random) -> dict[str, Any]:
-    """Returns `inputs`, `outputs` and, for functions, `fn_name` of a row, at most `max_num_tests` of the tests.
+    """Returns a row's `inputs`, `outputs` and, for functions, `fn_name`, with at most `max_num_tests` tests.
 
-    Lines become texts, and a function's arguments in JSON, a line each, become a list. `info` has these keys itself or
-    in `tests`, or is a list of objects with `input` and `output`; any of it may be JSON. Raises `ValueError`.
+    Lists of lines become texts. A function's arguments, one JSON value per line, become a list. `info` has these keys
+    itself or in `tests`, or is a list of objects with `input` and `output`. Any of it may be JSON. Raises `ValueError`.
     """
     try:
         tests = json.loads(info) if isinstance(info, str) else info

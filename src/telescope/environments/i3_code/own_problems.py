@@ -1,6 +1,6 @@
-"""Sixty problems made from the templates in `own_problems.toml`, in the form of the hub's rows.
+"""Sixty problems made from the templates in `own_problems.toml`, in the same form as the hub's rows.
 
-Invariant: the problems follow from these two files alone.
+Invariant: the problems depend only on these two files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_TESTS = 8
 
 
 class _Inputs:
-    """Functions by which templates make inputs, which grow with the number n of the test."""
+    """Functions with which templates create inputs. Inputs grow with the test's number n."""
 
     def __init__(self, seed: str, parameter: Any) -> None:
         self.rng, self.parameter = random.Random(seed), parameter
@@ -48,7 +48,7 @@ class _Inputs:
 
 
 def _output(solution: str, function: str, given: Any) -> Any:
-    """Returns what a reference solution, which is code of this package, makes of an input."""
+    """Returns the output of a reference solution, which is code of this package, for an input."""
     scope: dict[str, Any] = {}
     if function:
         exec(solution, scope)

@@ -1,8 +1,8 @@
-"""Runs an answer's program on inputs, inside a sandbox. Uploaded as it is: standard library only, Python 3.8 or later.
+"""Runs an answer's program on inputs, inside a sandbox. Uploaded unchanged: standard library only, Python 3.8+.
 
-Reads a job from the file that its argument names and deletes it. Every test is a process of its own. Prints one line:
-the job's nonce, then JSON. It knows no expected output: it reports a digest of each output, which the environment
-compares, so that nothing an answer can read or print in the sandbox decides whether it is right.
+Reads a job from the file named by its argument, and deletes the file. Every test runs in its own process. Prints one
+line: the job's nonce, then JSON. It knows no expected output: it reports a digest of each output, which the environment
+compares, so nothing that an answer reads or prints in the sandbox decides whether it is right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 """Size of a file that a test may write; longer output is an error of the test."""
 SHOWN_CHARACTERS = 300
 MAX_TIMEOUTS = 3
-"""Tests that may take too long before the rest counts as such, so that an answer that hangs is scored in time."""
+"""Timeouts after which the remaining tests count as timed out, so that a hanging answer is scored in time."""
 NOT_RUN = {"status": "timeout", "digest": "", "seconds": 0.0, "output": "", "stderr": "not run"}
 
 CALL = """
@@ -45,7 +45,7 @@ out.close()
 
 
 def canonical_text(text: str) -> str:
-    """Returns the text without differences of whitespace, blank lines or trailing zeros of decimals."""
+    """Returns the text with normalized whitespace, blank lines and trailing zeros of decimals."""
 
     def word(token: str) -> str:
         if not re.fullmatch(r"-?[0-9]+\.[0-9]+", token):
@@ -56,7 +56,7 @@ def canonical_text(text: str) -> str:
 
 
 def canonical_value(value: Any) -> str:
-    """Returns a JSON text that is the same for values that Python calls equal, but true and 1."""
+    """Returns the same JSON text for values that Python calls equal, except true and 1."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
@@ -69,12 +69,12 @@ def canonical_value(value: Any) -> str:
 
 
 def digest(text: str) -> str:
-    """Returns the digest by which outputs are compared."""
+    """Returns the digest with which outputs are compared."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def run_test(program: str, test: Any, function: str | None, seconds: float, memory_bytes: int) -> dict[str, Any]:
-    """Runs one test in a folder of its own. Returns its status, digest, seconds and the ends of its output."""
+    """Runs one test in its own folder. Returns its status, digest, seconds and the start and end of its output."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT_BYTES, MAX_OUTPUT_BYTES))

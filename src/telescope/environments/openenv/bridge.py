@@ -1,4 +1,4 @@
-"""Plays episodes of an OpenEnv server. Runs in the Python of `OpenEnv`, by `process_bridge.py`."""
+"""Plays episodes of an OpenEnv server. `process_bridge.py` runs it in the Python of `OpenEnv`."""
 
 import contextlib
 import json

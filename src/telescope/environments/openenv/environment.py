@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server runs: `openenv:http://127.0.0.1:8000`."""
+"""Environments run by an OpenEnv server: `openenv:http://127.0.0.1:8000`."""
 
 from pathlib import Path
 

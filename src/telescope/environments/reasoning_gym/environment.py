@@ -1,7 +1,7 @@
 """Procedural tasks of the package reasoning-gym: `reasoning_gym:chain_sum`.
 
-Questions and scores are the package's. Some of its scores evaluate the model's answer as Python; those are made safe
-here, because code that a model writes may not run outside a sandbox.
+Questions and scores are the package's. Some of its scores evaluate the model's answer as Python. They are made safe
+here, because code that a model writes must not run outside a sandbox.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReasoningGym(SingleTurnEnvironment):
         if "eval(answer)" in source:
             vars(module)["eval"] = ast.literal_eval  # found before the built-in one
         state = random.getstate()
-        random.seed(seed)  # some generators use Python's shared one
+        random.seed(seed)  # some generators use Python's shared random state
         try:
             entries = [self._dataset[index] for index in range(size if num_samples < 0 else min(num_samples, size))]
         finally:
@@ -73,10 +73,10 @@ class ReasoningGym(SingleTurnEnvironment):
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         """Returns the task's score of the answer."""
-        answer = extract_answer_tags(completion.replace(self.instruction_prompt or "", ""))  # which has tags itself
+        answer = extract_answer_tags(completion.replace(self.instruction_prompt or "", ""))  # it contains tags
         score = 0.0
         if not self._scores_formula or _FORMULA.fullmatch(answer):
-            with contextlib.suppress(Exception):  # how some tasks refuse an answer that they cannot read
+            with contextlib.suppress(Exception):  # some tasks raise for an answer that they cannot read
                 score = float(self._dataset.score_answer(answer or None, vars(sample)["entry"]))
         return RewardResult(
             total_reward=score,

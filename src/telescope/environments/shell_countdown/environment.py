@@ -1,4 +1,4 @@
-"""Countdown whose expressions are commands: a shell in a sandbox computes what the model writes.
+"""Countdown with expressions as commands: a shell in a sandbox computes what the model writes.
 
 The smallest environment with a sandbox, for demos on two CPU cores and as an example.
 """

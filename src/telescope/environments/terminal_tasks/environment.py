@@ -1,7 +1,8 @@
 """Tasks for a terminal: the model works in a sandbox with the tool `shell` until it is done, then tests run there.
 
 Tasks are folders in harbor's format (`tasks`), or the twenty that ship with Telescope. The tests are uploaded after the
-last answer. `tests/test.sh` writes a reward to `/logs/verifier/reward.txt`; without it, exit code 0 is a reward of 1.
+last answer. `tests/test.sh` writes a reward to `/logs/verifier/reward.txt`. If it does not, exit code 0 means a reward
+of 1.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
         seed: int | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """Returns the tasks as samples; a `seed` shuffles them. Raises `UserError` if there is none."""
+        """Returns the tasks as samples, shuffled by `seed` if given. Raises `UserError` if there are none."""
         found = own_tasks() if tasks is None else read_tasks(tasks)
         chosen = [task for task in found if difficulty in (None, task.difficulty)]
         if not chosen:
@@ -80,11 +81,11 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
         return super().cheats(sample) | {GOLD: b"\n".join(files.values()).decode("utf-8", "replace")}
 
     def task_of(self, state: RolloutState) -> Task:
-        """Returns the task of a rollout."""
+        """Returns a rollout's task."""
         return self._tasks[state.sample.metadata["task"]]
 
     async def prepare_resources(self) -> None:
-        """Starts the pool, with the image of the tasks where a provider has images."""
+        """Starts the pool, with the tasks' image if the provider has images."""
         len(self)  # loads the tasks
         images = {task.image for task in self._tasks.values()}
         if self.provider not in (None, "local") and not self.sandbox_config.image:
@@ -125,7 +126,7 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
     async def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
         task, handle = self.task_of(state), await self.sandbox_of(state)
         folder = PurePosixPath(REWARD_FILE).parent
-        # What the model made there, and protected from removal, must not stand in for the tests.
+        # Files that the model created there and protected from removal must not replace the tests.
         clean = f"chmod -R u+rwX /tests {folder}; chmod u+rwx / /logs; rm -rf /tests {folder} && mkdir -p {folder}"
         writes_reward = any(b"reward" in content for content in task.tests.values())
         timed_out, reward = False, 0.0
@@ -141,7 +142,7 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
                     with contextlib.suppress(ValueError):
                         reward = min(1.0, max(0.0, float(written.stdout)))  # NaN becomes 0
             output = f"exit code {done.exit_code}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-        except SandboxCommandTimeoutError as error:  # what the model left there is slow or hangs
+        except SandboxCommandTimeoutError as error:  # something that the model left there is slow or hangs
             timed_out, output = True, str(error)
         return RewardResult(
             total_reward=reward,

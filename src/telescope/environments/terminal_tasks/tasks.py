@@ -1,7 +1,7 @@
 """Reads tasks for a terminal: folders in harbor's format, or the tables of `own_tasks.toml`.
 
-A folder has `instruction.md`, `task.toml`, `environment/` (what a sandbox starts with), `tests/test.sh` and, for
-people, `solution/solve.sh`. Of `environment/Dockerfile`, FROM, WORKDIR, ENV, COPY, ADD and RUN count, in one stage.
+A folder has `instruction.md`, `task.toml`, `environment/` (the initial content of a sandbox), `tests/test.sh` and, for
+people, `solution/solve.sh`. In `environment/Dockerfile`, FROM, WORKDIR, ENV, COPY, ADD and RUN count, in one stage.
 Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is one.
 """
 
@@ -26,7 +26,7 @@ OWN_TASKS = Path(__file__).with_name("own_tasks.toml")
 
 @dataclass(slots=True)
 class Task:
-    """A task. `set_up` are files to upload or commands to run, in this order; `tests` and `solution` come later."""
+    """A task. `set_up` has files to upload or commands to run, in order; `tests` and `solution` come later."""
 
     name: str
     instruction: str
@@ -57,7 +57,7 @@ def own_tasks() -> list[Task]:
 
 
 def read_tasks(folder: str) -> list[Task]:
-    """Returns the tasks in a folder, by name. Raises `UserError` if there is none, or one is incomplete."""
+    """Returns the tasks in a folder by name. Raises `UserError` if there are none, or one is incomplete."""
     root = user_path(folder)
     found = sorted(path.parent for path in root.glob("*/task.toml")) or [root] * (root / "task.toml").is_file()
     if not found:
@@ -128,6 +128,6 @@ def _files(source: Path, target: str) -> Files:
 
 
 def _upload(source: Path, target: str) -> list[Files | str]:
-    """Returns the steps that upload a file or a folder, with the files that may be executed."""
+    """Returns the steps that upload a file or folder, with the set of executable files."""
     programs = [shlex.quote(place) for place, path in _paths(source, target).items() if os.access(path, os.X_OK)]
     return [_files(source, target), *[f"chmod +x {' '.join(programs)}"] * bool(programs)]

@@ -1,7 +1,7 @@
 """Games of the package textarena: `textarena:TicTacToe-v0`.
 
-The policy plays all players, each in a conversation of its own with its own reward, or one against an `opponent`.
-Games draw from Python's shared random numbers; each rollout has its own state of them, so a seed decides a game.
+The policy plays all players, each in a separate conversation with its own reward, or one player against an `opponent`.
+Games draw from Python's shared random numbers; each rollout has its own random state, so a seed determines a game.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TextArena(Environment):
         self.opponent: Callable[[str], str] | None = pkgutil.resolve_name(opponent) if opponent else None
 
     def load_dataset(self, num_samples: int = -1, size: int = 1000, seed: int = 0, **_: Any) -> list[Sample]:
-        """Returns one item per seed, with what the first player sees."""
+        """Returns one item per seed, with the first player's observation."""
         from textarena.envs.registration import ENV_REGISTRY
 
         if f"{self.task}-raw" not in ENV_REGISTRY:
@@ -56,7 +56,7 @@ class TextArena(Environment):
             raise UserError(f"textarena has no game {self.task!r}.{hint} Its games are textarena.envs.registration.")
         for players in (self.players,) if self.players else range(1, 16):
             self.players = players
-            with contextlib.suppress(AssertionError, ValueError):  # how games refuse a number of players
+            with contextlib.suppress(AssertionError, ValueError):  # raised for a wrong number of players
                 Game(self, seed)
                 break
         if self.opponent is not None and self.players < 2:
@@ -65,7 +65,7 @@ class TextArena(Environment):
         return [Sample(Game(self, seed).look()[1], metadata={"seed": seed}) for seed in seeds]
 
     def cheats(self, sample: Sample) -> dict[str, str]:
-        return {"empty answer": ""}  # the prompt names actions, so that repeating it is a move
+        return {"empty answer": ""}  # the prompt names actions, so repeating it may be a move
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Plays one game."""
@@ -110,7 +110,7 @@ class Game:
             self._game.reset(num_players=environment.players, seed=seed)
 
     def look(self) -> tuple[int, str]:
-        """Returns the player whose turn it is, and what is new to that player."""
+        """Returns the player whose turn it is, and that player's new observation."""
         with self._own_random():
             player, observations = self._game.get_observation()
         names = self._game.state.role_mapping
@@ -122,7 +122,7 @@ class Game:
         return player, "\n\n".join(shown)
 
     def act(self, action: str) -> None:
-        """Plays the action of the player whose turn it is."""
+        """Plays the action of the current player."""
         with self._own_random():
             self.is_done, _ = self._game.step(action)
         if self.is_done:
@@ -141,7 +141,7 @@ class Game:
 
 
 async def _answer(chat: Chat, history: list[ChatMessage], seen: str) -> str:
-    """Adds what the player sees and the policy's answer to the conversation, and returns the answer."""
+    """Adds the player's observation and the policy's answer to the conversation. Returns the answer."""
     try:
         answer = await chat.generate([*history, {"role": "user", "content": seen}])
     except RefusedCall:

@@ -1,4 +1,4 @@
-"""Plays the tasks of a verifiers taskset. Runs in the Python of `Verifiers`, by `process_bridge.py`."""
+"""Plays the tasks of a verifiers taskset. `process_bridge.py` runs it in the Python of `Verifiers`."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ async def opened(name: str, options: dict[str, Any]) -> AsyncIterator[tuple[list
     tasks = list(environment.taskset)
 
     async def play(request: dict[str, Any]) -> dict[str, Any]:
-        variable = f"TELESCOPE_KEY_{request['id']}"  # verifiers reads keys from variables
+        variable = f"TELESCOPE_KEY_{request['id']}"  # verifiers reads keys from environment variables
         os.environ[variable] = request["api_key"]
         try:
             client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers, in a process with a Python of its own: `verifiers:NAME`."""
+"""Tasksets of the package verifiers, in a separate process with its own Python: `verifiers:NAME`."""
 
 from pathlib import Path
 

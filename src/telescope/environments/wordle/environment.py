@@ -1,8 +1,8 @@
-"""Wordle: guess a secret word of five letters. A response colors the letters of a guess.
+"""Wordle: guess a secret word of five letters. The response colors the letters of a guess.
 
-The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are those of TextArena's
-Wordle, without its module-level state. A guess is the one word in square brackets of an answer; an answer with none,
-with several, or with another number of letters uses up a turn and reveals nothing.
+The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are the same as in
+TextArena's Wordle, without its module-level state. A guess is the only word in square brackets in an answer. An answer
+with no such word, with several, or with another number of letters uses up a turn and reveals nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIONAL_PACKAGES = ["textarena"]
 
 WORD_LENGTH = 5
 GAME_KEY = "wordle"
-"""Key of `state.custom` that holds the game."""
+"""Key of `state.custom` with the game."""
 
 PROMPT = (
     "You are playing Wordle. A secret word of five letters has been chosen. You have {turns} attempts to guess it.\n"
@@ -38,7 +38,7 @@ _BRACKETED = re.compile(r"\[\s*([A-Za-z]{1,32})\s*\]")
 
 @dataclass(slots=True)
 class Game:
-    """Progress of one game."""
+    """The progress of one game."""
 
     guesses: list[tuple[str, str]] = field(default_factory=list)
     """Each valid guess and its colors."""
@@ -77,7 +77,7 @@ class WordleEnvironment(MultiTurnEnvironment):
         self.partial_reward = float(partial_reward)
 
     def load_dataset(self, num_samples: int = -1, seed: int = 0, **_: Any) -> list[Sample]:
-        """One item per secret word, shuffled by `seed`. With more samples than words, the list repeats."""
+        """Returns one item per secret word, shuffled by `seed`. If samples outnumber words, the list repeats."""
         words = list(secret_words(self.word_source))
         random.Random(f"wordle {seed}").shuffle(words)
         count = len(words) if num_samples < 0 else num_samples
@@ -127,7 +127,7 @@ class WordleEnvironment(MultiTurnEnvironment):
         )
 
     def _read_guess(self, completion: str, game: Game) -> tuple[str | None, str | None]:
-        """The guess, or None and what is wrong."""
+        """Returns the guess, or None and what is wrong with it."""
         words = {word.lower() for word in _BRACKETED.findall(strip_think_tags(completion))}
         if len(words) != 1:
             return None, "Write exactly one word in square brackets, as in [word]."
@@ -142,7 +142,7 @@ class WordleEnvironment(MultiTurnEnvironment):
 
 
 def color(guess: str, secret: str) -> str:
-    """G, Y or X for each letter. Each letter of the secret colors one letter of the guess, those in place first."""
+    """Returns G, Y or X for each letter. A secret letter colors only one letter of the guess, those in place first."""
     left = [s for g, s in zip(guess, secret, strict=True) if g != s]
     colors = []
     for g, s in zip(guess, secret, strict=True):
@@ -161,9 +161,9 @@ _OWN_WORDS = Path(__file__).parent / "words.json"
 
 @cache
 def secret_words(source: str) -> tuple[str, ...]:
-    """The words to guess, sorted. `source` is `own` or `textarena`.
+    """Returns the words to guess, sorted. `source` is `own` or `textarena`.
 
-    Raises `UserError` when TextArena, or the word list that it downloads at its first use, is not available.
+    Raises `UserError` if TextArena, or the word list that it downloads at its first use, is not available.
     """
     if source == "own":
         return tuple(json.loads(_OWN_WORDS.read_text(encoding="utf-8")))

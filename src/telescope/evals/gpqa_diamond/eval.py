@@ -55,7 +55,7 @@ class GpqaDiamond(Eval):
         instruction_prompt_pre: str | None = INSTRUCTION_PROMPT_PRE,
         **_: Any,
     ) -> list[Sample]:
-        """The questions as samples. The answer of a sample is a letter."""
+        """Returns the questions as samples. A sample's answer is a letter."""
         if uses_own_items(self.name, dataset):
             rows = json.loads(_OWN_ITEMS.read_text(encoding="utf-8"))
         else:
@@ -73,7 +73,7 @@ class GpqaDiamond(Eval):
 
 
 def extract_choice(text: str) -> str:
-    r"""Returns the chosen letter, or `""`. It is in the last box (`\boxed{B}`), or else after the last "Answer:"."""
+    r"""Returns the chosen letter, or `""`. It is in the last `\boxed{B}`, or else after the last "Answer:"."""
     boxed = _BOXED.fullmatch(extract_boxed_answer(text))
     if boxed is not None:
         return boxed[1]

@@ -1,1 +1,1 @@
-"""Everything that depends on vLLM. This is its start, its wire format, and the code loaded into its processes."""
+"""Everything that depends on vLLM: its start, its wire format, and the code loaded into its processes."""

@@ -1,14 +1,14 @@
-"""vLLM's wire format: routes, request bodies and answers of the supported versions.
+"""vLLM's wire format: routes, request bodies and responses of the supported versions.
 
 Translates between `GenerateRequest`/`Generation` and vLLM's HTTP bodies. `launch` builds the process, `client` sends
 the bytes. Imports neither vllm nor torch, so the driver can use it.
 
-Invariants: token ids in both directions, never text; logprobs are those of the sampled distribution (the server runs
-with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, renormalized over the kept
-mass); every sampled token has exactly one policy version. Routes (`router_replay`) end with the token before the last
-sampled one, which the engine has not processed; a token whose experts are not all different has none.
+Invariants: token ids in both directions, never text; logprobs are from the sampled distribution (the server runs with
+`--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, renormalized over the kept mass);
+every sampled token has exactly one policy version. Routes (`router_replay`) end with the token before the last sampled
+one, which the engine has not processed; a token whose experts are not all different has none.
 
-Answers differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
+Responses differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
 does not report which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
 parser reads both: ids from `token_ids`, values from `logprob`, and spans from the body, else from the header of
 `policy_version.PolicyVersionMiddleware`.
@@ -30,7 +30,7 @@ from telescope.utils.frames import pack_frame, split_frame
 
 GENERATE_ROUTE = "/inference/v1/generate"
 NOT_FINITE = "Out of range float values are not JSON compliant"
-"""Message of vLLM's 400 when its answer has NaN or an infinity; the text comes from its JSON writer."""
+"""Message of vLLM's 400 when its response has NaN or an infinity. The text comes from its JSON writer."""
 PAUSE_ROUTE = "/pause"
 RESUME_ROUTE = "/resume"
 ABORT_ROUTE = "/abort_requests"
@@ -52,7 +52,7 @@ VERSION_SPANS_HEADER = "x-telescope-version-spans"
 """Header with `label:first_token` pairs, for engines that do not report spans."""
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind` for a whole answer. 0.32 assumes it on this route; 0.26 would build an answer of all
+"""vLLM's `RequestOutputKind` for a whole response. 0.32 assumes it on this route; 0.26 would build a response of all
 tokens so far for every token and discard all but the last."""
 
 INITIAL_LABEL = "default"
@@ -113,12 +113,12 @@ def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
 
 
 def encode_abort(request_ids: list[str]) -> bytes:
-    """Returns a body that aborts these requests. An empty list would abort everything."""
+    """Returns a body that aborts these requests. An empty list would abort all requests."""
     assert request_ids, "an empty abort list means everything to vLLM"
     return msgspec.json.encode({"request_ids": [engine_request_id(r) for r in request_ids]})
 
 
-# --- answers --------------------------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------------------------
 
 
 class _LogprobEntry(msgspec.Struct, gc=False):
@@ -154,14 +154,14 @@ class _PromptAnswer(msgspec.Struct):
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
-"""Of expert numbers: uint16 for more than 256 experts."""
+"""Types of expert numbers: uint16 for more than 256 experts."""
 
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(slots=True)
 class LabelledAnswer:
-    """A `Generation` with weight labels: (label, first token) pairs, or None where the server reports none."""
+    """A `Generation` with weight labels: (label, first token) pairs, or None if the server reports none."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -171,7 +171,7 @@ class LabelledAnswer:
 
 
 def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) -> LabelledAnswer:
-    """Parses a generate answer of any supported version.
+    """Parses a generate response of any supported version.
 
     Returns int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. Raises `InfrastructureError`
     for anything else.
@@ -210,7 +210,7 @@ def _decode_routes(text: str) -> np.ndarray:
 
 
 def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server_index: int = 0) -> Generation:
-    """Converts labels to policy versions. `initial_version` is that of the weights at the server's start.
+    """Converts labels to policy versions. `initial_version` is the version of the server's first weights.
 
     Raises `InfrastructureError` when a token's weights are unknown.
     """
@@ -223,10 +223,10 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server
     )
 
 
-# --- answers as arrays ----------------------------------------------------------------------------------------------
+# --- responses as arrays --------------------------------------------------------------------------------------------
 
 PACKED_TYPE = "application/x-telescope-generation"
-"""Media type of an answer of `pack_answer`; a client that reads it lists it in its `Accept` header."""
+"""Media type of a response from `pack_answer`. A client that reads it lists it in its `Accept` header."""
 
 
 class _PackedRest(msgspec.Struct):
@@ -240,7 +240,7 @@ _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Packs an answer as a frame (`utils.frames`). The blob is N int32 ids, N float32 logprobs, and routes."""
+    """Packs a response as a frame (`utils.frames`). The blob is N int32 ids, N float32 logprobs, and routes."""
     rest = _PackedRest(answer.finish_reason, answer.label_starts)
     ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
     blob = ids_N.tobytes() + logprobs_N.tobytes()

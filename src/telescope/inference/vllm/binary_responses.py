@@ -1,13 +1,13 @@
-"""Sends answers as binary arrays to clients that accept them.
+"""Sends responses as binary arrays to clients that accept them.
 
-vLLM writes 140 bytes of JSON per sampled token, most of it field names. Reading that is the largest single cost of an
-answer, and one event loop in the driver pays it for all servers; writing it costs as much in the server's only loop. So
-ids and logprobs are taken from the engine's output before vLLM writes JSON, and are sent as 8 bytes per token. The rest
-of the answer (finish reason, weight versions, or an error) comes from vLLM's own JSON, which it then writes without
-tokens.
+vLLM writes 140 bytes of JSON per sampled token, most of it field names. Parsing that is the largest single cost of a
+response, and one event loop in the driver pays it for all servers; writing it costs as much in the server's only loop.
+So ids and logprobs are taken from the engine's output before vLLM writes JSON, and are sent as 8 bytes per token. The
+rest of the response (finish reason, weight versions, or an error) comes from vLLM's own JSON, which it then writes
+without tokens.
 
-Owns the middleware, not the format (`adapter`). Clients that do not accept arrays, errors, and unreadable answers pass
-through unchanged. Where the application has no engine (a fake of vLLM), the arrays are read from its JSON.
+Owns the middleware, not the format (`adapter`). Clients that do not accept arrays, errors, and unreadable responses
+pass through unchanged. If the application has no engine (a fake of vLLM), the arrays are read from its JSON.
 """
 
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
 
 @dataclass(slots=True)
 class Arrays:
-    """Ids and logprobs of one answer, once the engine has produced them. Both [N]; and its routes, if there are any."""
+    """The ids [N], logprobs [N] and any routes of one completion, once the engine has produced them."""
 
     token_ids_N: np.ndarray | None = None
     logprobs_N: np.ndarray | None = None
@@ -72,7 +72,7 @@ class EngineWithArrays:
 
 
 class BinaryResponseMiddleware:
-    """ASGI middleware outside the policy version's, whose spans it packs too."""
+    """ASGI middleware outside the policy version's, so that it packs the spans too."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -95,7 +95,7 @@ class BinaryResponseMiddleware:
 
 
 class _Packer:
-    """Collects an answer until it is complete and sends it as arrays."""
+    """Collects a response until it is complete and sends it as arrays."""
 
     def __init__(self, send: Send, arrays: Arrays) -> None:
         self._send = send

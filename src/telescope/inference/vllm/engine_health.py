@@ -1,16 +1,17 @@
 """Middlewares that detect an engine process that has exited or hangs.
 
 vLLM's HTTP process notices within milliseconds that its engine process is gone, fails the requests that sample, and
-shuts down. But calls into the engine (pause, weight updates, collective RPC) wait for an answer that never comes, and
-requests that a pause holds back wait for its end. The shutdown waits for both: without `EngineExitMiddleware` the
-process would never exit (vLLM 0.26 and 0.32). It touches nothing while the engine runs, begins no answer twice, and
-leaves vLLM `GRACE_SECONDS` to answer by itself, since its message is more precise.
+shuts down. But calls into the engine (pause, weight updates, collective RPC) wait for a response that never comes, and
+requests held back by a pause wait for its end. The shutdown waits for both: without `EngineExitMiddleware` the process
+would never exit (vLLM 0.26 and 0.32). It does nothing while the engine runs, begins no response twice, and leaves vLLM
+`GRACE_SECONDS` to respond by itself, since its message is more precise.
 
 vLLM's health route only checks that the engine process exists. A process that hangs (a kernel that never returns, a
-deadlock, SIGSTOP) stays healthy to it, and its requests would wait for their own deadlines. So `EngineHangMiddleware`
-sends a heartbeat through the engine's own loop with each health check, and answers 503 after too long a silence. At
-most one is pending; time in which this HTTP process did not run (a paused machine or container) does not count; a call
-into the workers, such as a weight update, keeps the loop busy and has its own limit.
+deadlock, SIGSTOP) still counts as healthy, and its requests would wait for their own deadlines. So
+`EngineHangMiddleware` sends a heartbeat through the engine's own loop with each health check, and responds with 503
+after too long a silence. At most one heartbeat is pending. Time in which this HTTP process did not run (a paused
+machine or container) does not count. A call into the workers, such as a weight update, keeps the loop busy and has its
+own limit.
 """
 
 import asyncio
@@ -100,7 +101,7 @@ LONGEST_POLL_SECONDS = 10.0
 
 
 class EngineHangMiddleware:
-    """ASGI middleware that answers health checks with 503 during a hang."""
+    """ASGI middleware that responds to health checks with 503 during a hang."""
 
     def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -134,11 +135,11 @@ class EngineHangMiddleware:
 
     @property
     def _limit(self) -> float:
-        # The engine works in order: a call that came after the heartbeat does not delay its answer.
+        # The engine works in order: a call after the heartbeat does not delay its reply.
         return self._call_limit if self._sent_in_call and self._num_calls else self._step_limit
 
     def _poll(self, engine: Any) -> float:
-        """Returns for how many seconds the heartbeat has had no answer. Sends the next one after an answer."""
+        """Returns how many seconds the heartbeat has been unanswered. Sends the next one after a reply."""
         now = self._now()
         if self._heartbeat is None or self._heartbeat.done():
             self._heartbeat = asyncio.ensure_future(engine.is_paused())

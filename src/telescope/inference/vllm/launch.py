@@ -1,15 +1,15 @@
 """Builds the command and environment of a vLLM process.
 
-Owns every flag and environment variable that Telescope passes to vLLM, per supported version. `launch_command` is
-pure except for reading the model's `config.json`; `server` runs the result. The run's secret travels in the
-environment only.
+Owns every flag and environment variable that Telescope passes to vLLM, per supported version. `launch_command` is pure
+except for reading the model's `config.json`; `server` runs the result. The run's secret is passed only in the
+environment.
 
-A server that shares its GPU starts alone on it, and vLLM sizes its KV cache from what it measures under
+A server that shares its GPU starts alone on it, and vLLM sizes its KV cache from its measurements under
 `gpu_memory_utilization`. At a restart the trainer is there, and two steps of vLLM go wrong (0.26 and 0.32,
 `request_memory` and `Worker.determine_available_memory`): it refuses to start when less than `gpu_memory_utilization`
-of the whole GPU is free after its CUDA context is created, and it counts what the trainer allocates or frees during
-profiling as its own, which gives a smaller cache or a failed assertion. So a restart passes the cache size of the first
-start, with which vLLM measures nothing, and requires less free memory.
+of the whole GPU is free after its CUDA context is created, and it counts memory that the trainer allocates or frees
+during profiling as its own, which gives a smaller cache or a failed assertion. So a restart passes the cache size of
+the first start, with which vLLM measures nothing, and requires less free memory.
 """
 
 import json
@@ -86,7 +86,7 @@ def hang_timeout(config: TelescopeConfig, *, on_cpu: bool | None = None) -> floa
 def start_command(
     config: TelescopeConfig, address: Address, *, model: str, directory: Path, earlier_log: Sequence[str] | None
 ) -> LaunchCommand:
-    """Returns the command that starts one server on this machine. `EngineBackend.launch`."""
+    """Returns the command that starts one server on this machine. Implements `EngineBackend.launch`."""
     on_cpu = runs_on_cpu(config)
     memory = None if on_cpu else min(visible_gpu_memory(), default=None)
     kv_cache_bytes = None
@@ -188,7 +188,7 @@ def launch_command(
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
-    if wraps_text_model(model):  # rollouts are text: towers for images and sound would only take memory
+    if wraps_text_model(model):  # rollouts are text: towers for images and sound would only waste memory
         arguments += ["--limit-mm-per-prompt", json.dumps(dict.fromkeys(("image", "video", "audio"), 0))]
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
@@ -201,7 +201,7 @@ def launch_command(
         environment[TRANSFER_VARIABLE] = f"in_place: {staging.in_place_because}"
     step_limit = hang_timeout(config, on_cpu=on_cpu)
     environment[STEP_LIMIT_VARIABLE] = str(step_limit)
-    environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same, of several workers
+    environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same limit for several workers
     environment[CALL_LIMIT_VARIABLE] = str(config.weight_sync_timeout_seconds)
     environment[STEP_METER_VARIABLE] = str(meter_path(directory, address.port))
     if address.traces is not None:
@@ -211,7 +211,7 @@ def launch_command(
 
 
 def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
-    """Returns the batch size flags. All request slots of a server fit, so that none waits inside the engine.
+    """Returns the batch size flags. All request slots of a server fit, so that no request waits inside the engine.
 
     On the CPU a prompt is always prefilled whole: after part of a prompt, vLLM rewinds the random numbers of a seeded
     request (`Generator.set_offset`), which only GPU generators support, and the engine fails.
@@ -272,14 +272,14 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         environment |= {
             "OMP_NUM_THREADS": str(min(threads, os.cpu_count() or threads)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
-            # Per worker, which has its share of the heads.
+            # Per worker, because each has its share of the heads.
             "VLLM_CPU_KVCACHE_SPACE": str(
                 math.ceil(kv_cache_gib(config, shape_of(model)) / config.inference_tensor_parallel_size)
             ),
         }
         if config.inference_tensor_parallel_size == 1:
             # Runs the worker in the engine's process, as on a GPU: a server starts in two thirds of the time. vLLM uses
-            # a process of its own on the CPU to bind OpenMP's threads for it, which "nobind" skips.
+            # a separate process on the CPU to bind OpenMP's threads for it, which "nobind" skips.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if config.inference_tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # The workers of a server are on one host; gloo would listen on the address of the host's name.
@@ -288,13 +288,13 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """Returns the model's shape if known without asking the hub."""
+    """Returns the model's shape if it is known without asking the hub."""
     config = _config_of(model)
     return known_shape(model) if config is None else ModelShape.from_config(config)
 
 
 def wraps_text_model(model: str) -> bool:
-    """Returns whether a model on this machine has parts for other media around its language model."""
+    """Returns whether a local model has parts for other media around its language model."""
     return isinstance((_config_of(model) or {}).get("text_config"), dict)
 
 
@@ -331,8 +331,8 @@ def memory_arguments(
 ) -> list[str]:
     """Returns the memory flags of a server on a GPU.
 
-    `staging_bytes` of `gpu_memory_bytes` stay free for its staging buffer. `kv_cache_bytes` is set for a restart beside
-    a trainer: the size of the earlier KV cache. None: vLLM measures.
+    `staging_bytes` of `gpu_memory_bytes` stay free for its staging buffer. `kv_cache_bytes` is the size of the earlier
+    KV cache, for a restart beside a trainer. None: vLLM measures.
     """
     # vLLM sizes its KV cache from the free memory under this bound; the staging buffer is allocated later.
     reserved = staging_bytes

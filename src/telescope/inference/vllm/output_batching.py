@@ -1,14 +1,14 @@
 """Batches outputs: tokens leave the engine 16 at a time.
 
-vLLM sends a message for every token of every request from the engine process to the HTTP process. For an answer that is
-only wanted whole, this is wasted, and with logprobs it is most of the work of both processes: at 256 requests on an
+vLLM sends a message for every token of every request from the engine process to the HTTP process. If only whole
+responses are wanted, this is wasted, and with logprobs it is most of the work of both processes: at 256 requests on an
 H200 the engine's steps took 10.4 ms instead of 6.4, and the HTTP process, at 40 to 70 microseconds a token, could not
-keep up. It then answers nothing for seconds, and the engine runs out of requests (`benchmarks/engine_steps.py`,
+keep up. It then does not respond for seconds, and the engine runs out of requests (`benchmarks/engine_steps.py`,
 docs/performance.md).
 
 Owns the buffered outputs. `scheduler` decides which requests may be buffered. Invariants: tokens and logprobs of a
-request leave complete and in order; an output that finishes a request, or carries anything but tokens and logprobs, is
-sent at once together with what was buffered; nothing is buffered after `release`.
+request leave complete and in order; an output that finishes a request, or has anything but tokens and logprobs, is sent
+at once together with the buffered outputs; nothing is buffered after `release`.
 
 Accesses vLLM's structs by field names and imports nothing of vLLM.
 """
@@ -55,7 +55,7 @@ class _Buffered:
         return self
 
     def move_into(self, output: Any) -> Any:
-        """Moves everything that is buffered into `output` and returns it."""
+        """Moves all buffered tokens into `output` and returns it."""
         output.new_token_ids = self.output.new_token_ids
         output.new_logprobs = parts[0] if (parts := self.logprobs) else None
         if len(parts) > 1:
@@ -67,7 +67,7 @@ class _Buffered:
 
 
 class OutputBatcher:
-    """Buffers up to `most` tokens of each request. Other reasons send them earlier."""
+    """Buffers up to `most` tokens of each request. Other rules send them earlier."""
 
     def __init__(self, most: int = BATCH_TOKENS) -> None:
         self._most = most
@@ -75,11 +75,11 @@ class OutputBatcher:
 
     @property
     def num_buffered(self) -> int:
-        """Number of requests with buffered outputs."""
+        """Returns the number of requests with buffered outputs."""
         return len(self._buffered)
 
     def buffer(self, messages: dict[int, Any], may_wait: Callable[[Any], bool]) -> None:
-        """Removes from one step's messages, by client, what can wait. Adds what has waited long enough.
+        """Removes outputs that can wait from one step's messages, by client. Adds outputs that have waited long enough.
 
         `may_wait(output)` decides for a request with nothing buffered. This runs for every token of every request in
         the engine's own loop, so it is optimized for speed.
@@ -101,7 +101,7 @@ class OutputBatcher:
             message.outputs = sent
 
     def release(self, messages: dict[int, Any], new_message: Callable[[], Any]) -> None:
-        """Adds buffered outputs to a step's messages, before its own."""
+        """Adds buffered outputs to a step's messages, before the step's own."""
         for message in messages.values():
             message.outputs = [
                 self._buffered.pop(output.request_id).add(output).move_into(output)
@@ -116,7 +116,7 @@ class OutputBatcher:
         self._buffered.clear()
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drops what is buffered of aborted requests: vLLM has already answered them."""
+        """Drops the buffered outputs of aborted requests: vLLM has already responded to them."""
         for request_id in [request_id for request_id in self._buffered if is_gone(request_id)]:
             del self._buffered[request_id]
 
@@ -130,7 +130,7 @@ def carries_tokens_only(output: Any) -> bool:
 
 @cache
 def _other_fields(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]:
-    """Returns a getter of vLLM's other fields, and their defaults."""
+    """Returns a getter of vLLM's other fields, and their default values."""
     defaults = kind.__struct_defaults__
     fields = zip(kind.__struct_fields__[-len(defaults) :], defaults, strict=True)
     others = {name: default for name, default in fields if name not in TOKEN_FIELDS}

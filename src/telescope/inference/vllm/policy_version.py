@@ -7,7 +7,7 @@ A middleware between HTTP and vLLM owns the server's version counter, and with i
   so a request admitted after a swap never reads KV blocks from before it. Requests admitted earlier keep salt and
   cache.
 - **Spans.** For a vLLM that does not report which weights sampled a token, the token count of every running request is
-  noted at each finished update, inside the pause, and the answer gets the spans as a header.
+  noted at each finished update, inside the pause, and the response gets the spans as a header.
 - **Adapter.** Once a LoRA adapter is loaded (`lora_sync: adapter`), every request that samples names it as its model.
 - **Staleness.** A restarted server has the weights of the run's start; it samples nothing (503) until an update has
   finished.
@@ -84,7 +84,7 @@ class PolicyVersionMiddleware:
 
     @property
     def salt(self) -> str:
-        """Salt of requests admitted now: updates, and the version after them."""
+        """Returns the salt of requests admitted now: the number of updates, and the version after them."""
         return f"telescope-{self._updates}-{self._label}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ class PolicyVersionMiddleware:
             del self._spans[engine_id]
 
     async def _wait_for_resume(self, request_id: str | None, receive: Receive, send: Send) -> bool:
-        """Waits for the end of the pause. False: the caller disconnected, or the request was aborted and answered."""
+        """Waits for the end of the pause. Returns False if the caller disconnected, or the request was aborted."""
         request = FrozenRequest()
         key = request_id if request_id is not None else f"anonymous-{id(request)}"
         self._waiting[key] = request
@@ -161,7 +161,7 @@ class PolicyVersionMiddleware:
             del self._waiting[key]
             woken.cancel()
             left.cancel()
-        if request.aborted:  # before its first token: answered as vLLM does
+        if request.aborted:  # before its first token: respond as vLLM does
             empty = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}
             choices = [{"index": 0, "finish_reason": "abort", **empty}]
             body = {"request_id": wire.engine_request_id(request_id or ""), "choices": choices}
@@ -173,7 +173,7 @@ class PolicyVersionMiddleware:
         try:
             ids = msgspec.json.decode(body).get("request_ids") or []
         except (msgspec.DecodeError, AttributeError):
-            return  # vLLM answers 400
+            return  # vLLM responds with 400
         named = {str(i).removeprefix(wire.REQUEST_ID_PREFIX) for i in ids}
         for key, request in self._waiting.items():
             if not ids or key in named:  # an empty list means everything
@@ -196,7 +196,7 @@ class PolicyVersionMiddleware:
     async def _finish_update(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_body(receive)
         label = self._label
-        with contextlib.suppress(msgspec.DecodeError):  # vLLM answers 400, and the counter moves all the same
+        with contextlib.suppress(msgspec.DecodeError):  # vLLM responds with 400, and the counter still moves
             label = _text(msgspec.json.decode(raw or b"{}", type=dict[str, msgspec.Raw]).get("weight_version")) or label
 
         def moved(status: int) -> None:
@@ -206,7 +206,7 @@ class PolicyVersionMiddleware:
             self._label = label
             self._stale = False
             if self._note_spans:
-                # Inside the pause, when all outputs of the engine have arrived: it completes after the last of them.
+                # Inside the pause, which completes after the engine's last output has arrived.
                 states = scope["app"].state.engine_client.output_processor.request_states.values()
                 running = {s.external_req_id: s.detokenizer for s in states if s.detokenizer is not None}
                 for request_id, spans in self._spans.items():
@@ -225,7 +225,7 @@ class PolicyVersionMiddleware:
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None
     ) -> int:
-        """Forwards a request. `before_answer(status)` runs after vLLM is done and before the caller is notified."""
+        """Forwards a request. Runs `before_answer(status)` after vLLM is done and before the caller is notified."""
         status = 500
 
         async def watching_send(message: Message) -> None:
@@ -241,7 +241,7 @@ class PolicyVersionMiddleware:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Reads the whole body of a request. Empty when the caller disconnects first."""
+    """Reads the whole body of a request. Empty if the caller disconnects first."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -273,7 +273,7 @@ def with_length(scope: Scope, length: int) -> Scope:
 
 
 def _text(raw: msgspec.Raw | None) -> str | None:
-    """Returns a JSON value as text; None when absent or null."""
+    """Returns a JSON value as text, or None if it is absent or null."""
     if raw is None:
         return None
     value = msgspec.json.decode(raw)

@@ -1,9 +1,9 @@
 """vLLM's scheduler with a step meter and output batching.
 
 Passed to vLLM with `--scheduler-cls`, so nothing of vLLM is patched. Makes no scheduling decision: every call goes to
-vLLM's scheduler. Its steps are counted (`step_meter`), and their tokens are batched (`output_batching`) for requests
-whose answer is wanted whole and as token ids, as all of a run are. Others, such as a streaming client's, get every
-token at once.
+vLLM's scheduler. Its steps are counted (`step_meter`), and tokens are batched (`output_batching`) for requests that
+want a whole response of token ids, as all requests of a run do. Others, such as a streaming client's, get every token
+at once.
 
 Invariant: when a pause for weights completes, every token sampled before it has been sent, so that `policy_version` and
 vLLM count it under the weights that sampled it. An aborted request loses its buffered tokens, at most `BATCH_TOKENS` -
@@ -50,7 +50,7 @@ class BatchingScheduler(Scheduler):
         return outputs
 
     def has_finished_requests(self) -> bool:
-        """Also True while buffered tokens must be sent. Another, empty step sends them before the pause completes."""
+        """Returns True also while tokens are buffered during a pause: an empty step sends them before its end."""
         waiting = self._is_stopped() and self._batcher.num_buffered > 0
         return waiting or super().has_finished_requests()
 
@@ -66,7 +66,7 @@ class BatchingScheduler(Scheduler):
         return request_id not in self.requests or bool(self.requests[request_id].is_finished())
 
     def _may_wait(self, output: Any) -> bool:
-        """Returns whether an output may wait. First tokens may not: vLLM measures the prefill time by them."""
+        """Returns whether an output may wait. First tokens may not, because vLLM measures the prefill time by them."""
         request = self.requests.get(output.request_id)
         if request is None or request.sampling_params is None:
             return False
@@ -84,6 +84,6 @@ class BatchingAsyncScheduler(BatchingScheduler, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """Returns the scheduler that vLLM would choose, with these additions. The target of `--scheduler-cls`."""
+    """Returns the scheduler that vLLM would choose, with these additions. It is the target of `--scheduler-cls`."""
     chosen = BatchingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchingScheduler
     return chosen(vllm_config=vllm_config, **kwargs)

@@ -1,4 +1,4 @@
-"""What the log of a starting vLLM tells: the current stage, or why it failed.
+"""Reads the log of a starting vLLM: the current stage, or why the start failed.
 
 A failure is shown as what failed, the likely fix, the one or two relevant log lines, and the path of the log. A line of
 no known stage is ignored, so another version of vLLM shows fewer stages and no noise.
@@ -16,7 +16,7 @@ KNOWN = table_of(__file__)
 
 
 def hint_for(log: str) -> str | None:
-    """Returns the fix for a failed start by its log."""
+    """Returns the fix for a failed start, found in its log."""
     return next((hint["fix"] for hint in KNOWN["hints"] if re.search(hint["pattern"], log)), None)
 
 
@@ -31,7 +31,10 @@ _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
 def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
-    """Returns the message; its first line is complete by itself. `ended`: the process exited, so its log says why."""
+    """Returns the message for a failed start. Its first line is complete by itself.
+
+    `ended`: the process exited, so its log has the reason.
+    """
     first = f"{name} {what}"
     hint = hint_for("\n".join(log))
     if hint is not None:
@@ -53,7 +56,7 @@ def error_lines(log: Sequence[str]) -> list[str]:
     for line in log:
         text = plain(line)
         prefix = _PREFIX.match(text)
-        assert prefix is not None  # every part of it is optional
+        assert prefix is not None  # every part of the pattern is optional
         text = text[prefix.end() :]
         if prefix[1] in ("DEBUG", "INFO", "WARNING") or _NOT_TELLING.match(text):
             continue
@@ -70,7 +73,7 @@ _SHARE = re.compile(r"(\d+)% Completed")
 
 
 def start_stage(lines: Sequence[str], last: str = FIRST_STAGE) -> str:
-    """Returns the stage of the newest matching line. `last` when no line matches."""
+    """Returns the stage of the newest line that shows one, or `last` if none does."""
     for line in reversed(lines):
         for known in reversed(KNOWN["stages"]):
             if re.search(known["pattern"], line):

@@ -36,7 +36,7 @@ READ_ATTEMPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """An engine's counters at the monotonic time `clock`. Processes of one machine share that clock."""
+    """An engine's counters at the monotonic time `clock`. All processes of a machine share that clock."""
 
     clock: float
     busy_seconds: float
@@ -54,7 +54,7 @@ class StepMeter:
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A new file, so that a reader of the previous engine's file does not see its counters jump.
+        # A new file, so that readers of the previous engine's file see no jump in the counters.
         path.unlink(missing_ok=True)
         with open(path, "xb+") as file:
             file.truncate(_LAYOUT.size)
@@ -72,7 +72,7 @@ class StepMeter:
         self._write()
 
     def scheduled(self) -> None:
-        """Notes that a step with tokens was scheduled."""
+        """Records that a step with tokens was scheduled."""
         self._in_flight += 1
         if self._in_flight == 1:
             self._busy_since = self._now()
@@ -108,7 +108,7 @@ def read_meter(path: Path) -> StepReading | None:
                 writes, pid, busy_seconds, busy_since, *counters = _LAYOUT.unpack_from(memory)
                 clock = time.monotonic()
                 if not psutil.pid_exists(pid):
-                    return None  # killed during a step, it would stay busy
+                    return None  # an engine killed during a step would look busy forever
                 if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
                     busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
                     return StepReading(clock, busy, *counters)
@@ -118,7 +118,7 @@ def read_meter(path: Path) -> StepReading | None:
 
 
 def meter_path(directory: Path, port: int) -> Path:
-    """Returns the meter path of the server on `port`. `directory` is the servers' own in the run directory."""
+    """Returns the meter's path for the server on `port`. `directory` is the servers' folder in the run directory."""
     return directory / f"steps-{port}"
 
 

@@ -26,7 +26,7 @@ ROUTES_BY_V2_SINCE = (0, 31)
 
 
 def installed_version() -> str | None:
-    """Returns the version of the installed vLLM without importing it, or None."""
+    """Returns the installed vLLM's version, or None. Does not import vLLM."""
     return next(filter(None, map(packages.installed_version, DISTRIBUTIONS)), None)
 
 
@@ -58,7 +58,7 @@ def check_supported(version: str | None) -> tuple[int, int]:
 
 
 def check_routes(*, on_cpu: bool, version: str | None = None) -> None:
-    """Checks that vLLM, by default the installed one, returns routed experts. Raises `ConfigError` if it does not."""
+    """Raises `ConfigError` if this vLLM, by default the installed one, does not return routed experts."""
     if on_cpu and check_supported(version or installed_version()) >= ROUTES_BY_V2_SINCE:
         raise ConfigError(
             "router_replay is true, but vLLM's CPU build cannot return routed experts: its model runner for that "
@@ -86,7 +86,7 @@ print(json.dumps(names))
 
 
 def check_chat_parsers(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` for every named parser that the installed vLLM, with its plugins, lacks or cannot list."""
+    """Raises `ConfigError` for any named parser that the installed vLLM and its plugins lack or cannot list."""
     wanted = {
         "vllm_tool_call_parser": config.vllm_tool_call_parser,
         "vllm_reasoning_parser": config.vllm_reasoning_parser,
@@ -96,7 +96,7 @@ def check_chat_parsers(config: TelescopeConfig) -> None:
         return
     asked_for = " and ".join(chosen)
     advice = "Set it to null, or fix the installation (`telescope doctor`)"
-    # vLLM logs to standard output, where the result is read.
+    # vLLM logs to standard output, from which the result is read.
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-P", "-c", _ASK]
     try:

@@ -16,8 +16,8 @@ Invariants:
 - Experts that a kernel packs are packed again. vLLM packs them once, when it creates the kernel: after a reload
   unpacked weights would silently be where the kernel expects packed ones.
 - In a server of several workers no method that vLLM calls on all of them raises: `failure` stores the error, and the
-  driver asks for it. vLLM stops reading the workers' answers at the first error and returns the unread ones as answers
-  to the next call, so one failure would shift every later answer.
+  driver asks for it. vLLM stops reading the workers' results at the first error and returns the unread ones as results
+  of the next call, so one failure would shift every later result.
 - A background update opens vLLM's update session only after all of it has arrived, and changes no weight before the
   session ends; an aborted one has changed nothing.
 """
@@ -64,7 +64,7 @@ logger = logging.getLogger("vllm.telescope.weights")
 
 
 def is_not_about_rotary_tables(record: logging.LogRecord) -> bool:
-    """Returns False for vLLM's warning at every sync that it lacks rotary tables, which no checkpoint has."""
+    """Returns False for vLLM's warning about missing rotary tables. It comes at every sync; no checkpoint has them."""
     return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
 
 
@@ -72,7 +72,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
-    """Stores in `failure` what `method` raises in a worker. See the invariants."""
+    """Wraps a worker's method so that its error is stored in `failure`. See the invariants."""
 
     @functools.wraps(method)
     def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
@@ -89,7 +89,7 @@ def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
-    """Receives weights over one communicator per engine, in place or overlapped."""
+    """Receives weights over one communicator per engine, in place or in the background."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -100,15 +100,15 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         super().__init__(config, vllm_config, device, model)
         self.communicator: Communicator | None = None
         self.failure: str | None = None
-        """Error in this worker, of several, since the driver last asked."""
+        """This worker's error since the driver last asked. Only used with several workers."""
         self.pin_memory = True
         self.update: UpdateInfo | None = None
         """The last update whose tensors all arrived."""
         self.received: receiver.ReceiveReport | None = None
         self.fingerprints_of_folder: dict[str, str] = {}
-        """Of the tensors of the last update, if they were read from a model folder."""
+        """Fingerprints of the last update's tensors, if they were read from a model folder."""
         self.reference: QuantizedReference | None = None
-        """Of the last update, if it was to be verified and the model is quantized."""
+        """Recomputed quantization of the last update, if it must be verified and the model is quantized."""
         if any(is_quantized(module) for module in model.modules()) and device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability < FP8_CAPABILITY:
@@ -116,10 +116,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         # Before any reload, which separates tied parameters.
         self.tied = tied_names(model)
         self.other_names: dict[str, str] = {}
-        """Of parameters of the update in progress, by which they are not loaded, and the ones by which they are."""
+        """Maps other names of the current update's parameters to the names under which they are loaded."""
         self.addresses = storage_addresses(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
-        """Removed during an update in place: expert layers' methods and their kernels."""
+        """Methods and kernels of expert layers, removed during an update in place."""
         self.staging: receiver.StagingBuffers | None = None
         self.receiving: receiver.OverlappedReceive | None = None
         self.swap_seconds = 0.0
@@ -128,7 +128,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         """Whether syncs replace an adapter (`lora_sync: adapter`). An update then only counts the version."""
         self._wish = os.environ.get(TRANSFER_VARIABLE, "auto")
         self.in_place_because = self._why_in_place()
-        """None where weights may come in the background."""
+        """None if weights may come in the background."""
         if self._wish == "background" and self.in_place_because is not None:
             raise ValueError(f"weight_transfer is background, but {self.in_place_because}")
 
@@ -140,7 +140,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.communicator = Communicator.connect(init_info, self.parallel_config.rank + 1, self.device)
 
     def make_staging(self) -> str | None:
-        """Allocates the staging buffer if allowed. Returns why weights come in place, else None.
+        """Allocates the staging buffer if allowed. Returns why weights come in place, or None.
 
         Raises `RuntimeError` when memory is missing and the config requires background transfer.
         """
@@ -179,7 +179,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     @stores_failure
     def start_weight_update(self) -> None:
-        """Prepares the layers for loading, also after an unfinished update, unless weights came in the background."""
+        """Prepares the layers for loading in place, even after an unfinished update."""
         if self.has_adapter:
             use_plain_logits(self.model)
         if self.receiving is not None or self.has_adapter:
@@ -194,7 +194,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     @stores_failure
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives and loads what `UpdateInfo` describes. On an accelerator, returns when the device is done."""
+        """Receives and loads the update in `UpdateInfo`. On an accelerator, returns when the device is done."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -268,7 +268,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract in vLLM 0.26; ours is `telescope.weights.sender`."""
+        """Unused: abstract in vLLM 0.26. Our sender is `telescope.weights.sender`."""
         raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
 
     def _why_in_place(self) -> str | None:
@@ -301,16 +301,16 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
 
 class WeightsWorkerExtension:
-    """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
+    """Methods that vLLM adds to its worker class. They are called over `/collective_rpc`."""
 
     weight_transfer_engine: TelescopeWeightTransferEngine
 
     def telescope_transfer_mode(self) -> dict[str, Any]:
         """Returns whether this worker receives in the `background`, else the `reason`.
 
-        It allocates its staging buffer now. Called after a sender has connected, so no update is in progress: an open
-        vLLM session of an earlier update is over. A worker closes it when its own part fails; a worker that received
-        everything does not.
+        Allocates the staging buffer. Called after a sender has connected, so no update is in progress: a vLLM session
+        that is still open belongs to an earlier update. A worker closes it when its own part fails, but not when it
+        received everything.
         """
         self._weight_update_active = False
         engine = self.weight_transfer_engine
@@ -331,9 +331,9 @@ class WeightsWorkerExtension:
         return {"started": True}
 
     def telescope_fingerprints(self, initial: str | None = None) -> dict[str, Any]:
-        """Returns fingerprints of the tensors of this worker's last update. Input of `weights.probe.compare`.
+        """Returns fingerprints of the tensors of this worker's last update, for `weights.probe.compare`.
 
-        `initial` is the `UpdateInfo` (JSON) that would send the weights that the engine has loaded by itself, if there
+        `initial` is the `UpdateInfo` (JSON) that describes the weights that the engine has loaded by itself, if there
         was no update yet. Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, `seconds` of the reading, and
         `read`, the fingerprints of a model folder's tensors if the update came from one.
         """
@@ -363,7 +363,7 @@ class WeightsWorkerExtension:
 def use_plain_logits(model: nn.Module) -> None:
     """Makes the output layer compute as without adapters.
 
-    No adapter has a part of that layer, but vLLM (0.26 to 0.32) adds a product of zeros at every step, with an index
+    No adapter has a part for that layer, but vLLM (0.26 to 0.32) adds a product of zeros at every step, with an index
     per running request. For logprobs of a prompt, whose rows are its tokens, the index is wrong: on a CPU the engine
     fails when other requests run (vllm-project/vllm issues 16668, 51594).
     """
@@ -378,7 +378,7 @@ def _plain_logits(layer: Any, hidden: torch.Tensor, output: Any, *rest: Any) -> 
 
 
 def storage_addresses(model: nn.Module) -> dict[str, int]:
-    """Returns the address of each non-empty parameter. Packed layers on the CPU keep an empty one."""
+    """Returns the address of each non-empty parameter. Layers packed for the CPU keep an empty parameter."""
     return {name: p.data_ptr() for name, p in model.named_parameters() if p.numel() > 0}
 
 
@@ -410,7 +410,7 @@ def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def restore_kernels(removed: list[tuple[Any, Any]]) -> None:
-    """Restores kernels of experts without new weights. Clears `removed`."""
+    """Restores the kernels of experts that got no new weights. Clears `removed`."""
     for method, kernel in removed:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
@@ -419,7 +419,7 @@ def restore_kernels(removed: list[tuple[Any, Any]]) -> None:
 
 @torch.no_grad()
 def copy_shared_values(model: nn.Module, loaded: dict[str, str]) -> None:
-    """Gives parameters that a reload has separated the values of the one that was loaded (the bias of a router)."""
+    """Copies the loaded values to parameters that a reload separated from the loaded one (a router's bias)."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for name, source in loaded.items():
         if now[name] is not now[source] and now[name].shape == now[source].shape:
