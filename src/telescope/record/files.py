@@ -3,8 +3,8 @@
 Owns the paths (`config.yaml`, `run.json`, `heartbeat.json`, `summary.json`, `logs/`, `checkpoints/`, `tables/`). Does
 not own the contents.
 
-Invariant: a file that another process may read is written under a hidden name in the same directory and then renamed. A
-reader therefore sees the old content or the new content.
+Invariant: a file that another process may read is written under a hidden name in the same directory and then renamed.
+A reader therefore sees the old content or the new content.
 
 The lock also checks that the directory has not been replaced since it was locked. If it has, the `recorder` decides
 what happens to the rows. A process id alone does not identify a process: ids are reused, and a run directory may be

@@ -1,7 +1,7 @@
 """Defines the application: its pages, its keys, and the poll for new rows.
 
-Reading runs in threads, because a query may take a second over a slow disk. The visible page reads when it is opened,
-and again when the run has grown.
+Reading runs in threads, because a query may take a second over a slow disk. The visible page reads when it is
+opened, and again when the run has grown.
 """
 
 import asyncio
