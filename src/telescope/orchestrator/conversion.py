@@ -188,7 +188,7 @@ def adapter_settings(meta: dict[str, Any]) -> SavedConfig | None:
 
 
 def _base_of(checkpoint: Path, meta: dict[str, Any]) -> Path:
-    """Returns the folder of the run's first model, searched here and above the checkpoint. It need not exist."""
+    """Returns the folder of the run's first model, searched for here and above the checkpoint. It need not exist."""
     typed = meta["model"]
     known = (meta.get("base") or meta)["model"]
     places = [Path(known), user_path(typed), *(parent / typed for parent in checkpoint.absolute().parents)]
