@@ -41,7 +41,7 @@ COMPARED = (
 """Step metrics that are compared in addition to the chosen metric."""
 
 LARGEST_EFFECT = 99.0
-"""Replaces larger effects, such as those of numbers that did not vary."""
+"""Replaces larger effects, which numbers without variance have."""
 
 NUM_ANSWERS, NUM_EVENTS, NUM_CHARACTERS = 5, 20, 240
 """Most answers and events that are returned, and most characters of an answer."""

@@ -19,7 +19,7 @@ from telescope.errors import UserError
 from telescope.record.reader import Run
 
 NUM_ARCHIVES = 4
-"""Archives that stay in memory: those of two compared runs, and earlier ones."""
+"""Archives that stay in memory: two for compared runs, and two earlier ones."""
 
 MAX_TOTAL_BYTES = 128 * 2**20
 """Twice the limit of a snapshot. No run writes a larger archive."""

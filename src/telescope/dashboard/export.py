@@ -41,7 +41,7 @@ MAX_TEXT = 20_000
 """Characters after which a text is cut."""
 
 MAX_BYTES = 8 * 2**20
-"""Uncompressed size limit of the completions of training, and another of the same size for evals."""
+"""Size limit of the training completions, and again of the eval completions, before compression."""
 
 DIGITS = 6
 """Significant digits of numbers in steps and distributions."""

@@ -1,4 +1,4 @@
-"""What the API returns of runs, their code and configs (`row_models` has the rest). Times are Unix seconds."""
+"""Models of API responses about runs, their code and configs; `row_models` has the others. Times are Unix seconds."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

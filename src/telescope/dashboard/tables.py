@@ -210,7 +210,7 @@ class RunTables:
             return set(found)
 
     def kept(self, name: str, state: object, make: Callable[[], Kept]) -> Kept:
-        """Returns the result of `make`, cached until `state` changes. An example of `state` is the number of rows."""
+        """Returns the result of `make`, cached until `state` changes, such as the number of rows."""
         with self._locks[f"kept {name}"]:
             found = self._kept.get(name)
             if found is None or found[0] != state:

@@ -18,7 +18,7 @@ from telescope.weights.model_folder import ModelOrigin, read_origin
 CARD = "README.md"
 CHART = "reward.svg"
 MAX_ROWS = 12
-"""Number of rows of the table of rewards."""
+"""Number of rows in the table of rewards."""
 
 SHOWN_FIELDS = (
     "algorithm", "number_of_steps", "prompts_batch_size_for_trainer", "group_size", "learning_rate", "lr_scheduler",

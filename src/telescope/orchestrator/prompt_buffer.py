@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PREPARE_AT_ONCE = 8  # prompts rendered concurrently: enough to keep every environment worker busy
 
 NUM_MEASURED = 128
-"""Prompts of each environment that are measured before the start. The error of a share of 30 % is then 4 points."""
+"""Prompts of each environment that are measured before the start. They estimate a share of 30 % to within 4 points."""
 
 MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 

@@ -131,7 +131,7 @@ class LogParser:
             entry.in_traceback = belongs
             return belongs
         if entry.in_traceback:
-            # The line that names the exception is the first one that is not indented.
+            # The first line without indentation names the exception.
             entry.in_traceback = not line.strip() or line[0] == " "
             return True
         has_traceback = any(_TRACEBACK in known for known in entry.lines)

@@ -202,7 +202,7 @@ class RLBackend(TrainingBackend):
     ) -> list[list[torch.Tensor] | None]:
         """Computes logprobs under the batch's first weights. Collective.
 
-        Returns them for this rank's rows, by step and micro-batch. None if the loss has no ratio to them, and for the
+        Covers this rank's rows, by step and micro-batch. None if the loss has no ratio to them, and for the
         first optimizer step, whose own forward pass computes the same numbers.
         """
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
