@@ -25,8 +25,7 @@ ENDED_SECONDS = 5.0
 """Time between two polls of an ended run, which may be resumed."""
 
 KEEPALIVE_SECONDS = 10.0
-"""Time between two empty events, which keep proxies from closing the connection and show a page that the server
-works."""
+"""Time between two empty events, which keep the connection open in proxies and show a page that the server works."""
 
 RETRY_MILLISECONDS = 1000
 

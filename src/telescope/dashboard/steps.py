@@ -23,8 +23,7 @@ STATISTICS = ("std", "min", "max", "gini")
 FIRST_CAPACITY = 256
 
 NUM_DIGITS = 9
-"""Significant digits of metrics, more than a page shows. All 17 would double the responses. Integers keep all
-digits."""
+"""Significant digits of metrics, more than a page shows; all 17 would double the responses. Integers keep all."""
 
 
 class StepColumns:

@@ -78,8 +78,7 @@ class RunStatus:
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
     health: Watch = field(default_factory=Watch)
     engines_idle_seconds: float | None = None
-    """Time since the last step without a request in an engine, averaged over the engines. None if it is not
-    measured."""
+    """Time without a request since the last step, averaged over the engines. None if it is not measured."""
     last_step_at: float | None = None
     """When the last step ended, in monotonic time. None outside training."""
     _recorded: set[str] = field(default_factory=set)

@@ -130,8 +130,7 @@ GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
     "gpu_sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "gpu_memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
 }
-"""Gauges of a GPU, and the NVML call for each. Utilizations are the shares of time with running kernels or memory
-access."""
+"""Gauges of a GPU, and their NVML calls. Utilizations are the shares of time with kernels or memory access."""
 
 
 class GpuReader:

@@ -57,8 +57,7 @@ _CATEGORIES = frozenset(
 """Columns with few distinct values, for which a dictionary saves space."""
 
 _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id", "environment"))
-"""Columns that queries filter by. Their statistics let a reader skip row groups; others would only enlarge small
-files."""
+"""Columns that queries filter by. With statistics, readers skip row groups; others would only enlarge small files."""
 
 
 class TableWriter:

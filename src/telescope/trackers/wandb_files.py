@@ -49,7 +49,7 @@ API_SECONDS = 30
 """Deadline of a request to the server, in seconds."""
 
 REPLACED_SECONDS = 600.0
-"""How long a replaced file stays on the server: longer than its upload, or than a copy in progress."""
+"""How long a replaced file stays on the server: longer than its upload, or a copy of it, takes."""
 
 NUM_DELETIONS = 8
 """Number of concurrent requests. W&B deletes one file per request."""

@@ -33,8 +33,7 @@ VOCABULARY_BLOCKS = {"cuda": 8}
 weight is a sum of fewer, longer products: at 64k tokens and a vocabulary of 152k, products of 1,024 tokens would read
 and write 0.1 TB of sums."""
 SUMS_BYTES = 32 * 2**20
-"""Memory for the sums of tiles. With more, the weight would be read less often, but the sums would exceed the L2
-cache."""
+"""Memory for the sums of tiles. More would exceed the L2 cache, although the weight would be read less often."""
 LOWEST = -1e30
 """Replaces minus infinity in differences."""
 COLUMNS_MULTIPLE = 128

@@ -136,8 +136,7 @@ class Tiles:
     stages: int = 3
     """Number of parts of both operands that are loaded ahead."""
     max_registers: int | None = None
-    """Registers per thread, so that two programs fit a multiprocessor: one computes its product during the other's
-    epilogue."""
+    """Registers per thread. If two programs fit a multiprocessor, one multiplies during the other's epilogue."""
 
 
 SUMS = Tiles()
