@@ -272,7 +272,7 @@ def stale(history: History) -> Finding | None:
 
 
 def staleness(history: History) -> Finding | None:
-    """Finds tokens of an age of four versions. Their ratios leave the range that the losses trust."""
+    """Finds tokens that are four versions old. Their ratios leave the range that the losses trust."""
     return _lasting(
         history, AGE, 4, "staleness", "too far ahead", "Tokens are {:.1f} versions old.",
         "Lower max_async_rollout, or add inference servers.",

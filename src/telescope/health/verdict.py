@@ -72,7 +72,7 @@ def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
 
 HALF, TWICE = 0.5, 2.0
 LEAST_NO_SIGNAL = 30.0
-"""Percent of groups without a signal above which the verdict mentions them."""
+"""Percent of groups without a signal from which on the verdict mentions them."""
 
 
 def trend(history: History, metric: str) -> str:

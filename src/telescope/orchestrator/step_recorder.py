@@ -77,7 +77,7 @@ class StepRecorder:
         self._discarded_numbers += [(group.environment, discarded_numbers(s)) for s in group.usable_samples]
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
-        """Counts and writes the finished samples of a withdrawn group. The prompt's outcome is still open."""
+        """Counts and writes the finished samples of a group whose prompt is requeued, so its outcome is still open."""
         self._discards.requeued(group.samples)
         self._count_discarded(group, reason, None)
         self._status.num_requeued_groups += 1
