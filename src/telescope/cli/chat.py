@@ -1,8 +1,6 @@
-"""`telescope chat`: a conversation with a model.
+"""Implements `telescope chat`, a conversation with a model that vLLM serves on this machine.
 
-vLLM serves a checkpoint, a model folder or a hub model on this machine.
-
-Arguments, input and printing only; `inference.server` runs vLLM and `inference.chat` holds the conversation.
+Arguments, input and printing only. `inference.server` runs vLLM, and `inference.chat` holds the conversation.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-
 
 
 def build_parser() -> OwnParser:
-    """Returns the parser of the command's own options; others are config fields."""
+    """Returns the parser of the command's own options. All other options are config fields."""
     parser = OwnParser(
         prog="telescope chat",
         description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
@@ -84,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def find_target(path: str, step: int | None = None) -> EvalTarget:
-    """Returns the model at a path, or of that name on the hub. Raises `UserError` if there is none."""
+    """Returns the model at a path or with a name on the hub. Raises `UserError` if there is none."""
     from telescope.config.eval_config import EvalCommand
     from telescope.orchestrator.eval_targets import find_targets
 
@@ -110,7 +108,7 @@ def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeCon
 
 
 def find_stops(config: TelescopeConfig, target: EvalTarget) -> dict[str, Any]:
-    """Returns what ends an answer in training, as parameters of vLLM's chat API."""
+    """Returns the conditions that end a completion in training, as parameters of vLLM's chat API."""
     from telescope.rollout.rendering import Renderer, RendererSpec
 
     stops = Renderer(RendererSpec.from_config(config, target.model_files_folder())).stops
@@ -184,7 +182,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _answer(conversation: Conversation, question: str) -> None:
-    """Prints an answer as it comes, until Ctrl-C. Raises `RunError` if the server no longer answers."""
+    """Prints a completion as it arrives, until Ctrl-C. Raises `RunError` if the server no longer responds."""
     pieces = conversation.ask(question)
     try:
         for piece in pieces:
@@ -200,10 +198,10 @@ def _answer(conversation: Conversation, question: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Removes control characters, so that an answer cannot control the terminal. Keeps tabs and line ends."""
+    """Removes control characters, so that a completion cannot control the terminal. Keeps tabs and line ends."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
 
 
 def _say(text: str) -> None:
-    """Prints to stderr, so that standard output has the answers only."""
+    """Prints to stderr, because standard output is for completions only."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`telescope compact`: few large files for ended runs. Parses arguments and prints; `record.compact` merges."""
+"""Implements `telescope compact`, which merges files of ended runs. Parses and prints; `record.compact` merges."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""`telescope config`: explains fields, prints resolved and default values; and the help of `telescope train`."""
+"""Implements `telescope config`, which explains and prints fields, and prints the help of `telescope train`."""
 
 import argparse
 import re
@@ -74,7 +74,7 @@ MOST_USED = (
     "model", "environments", "evals", "run_dir", "inference_num_workers", "trainer_num_workers", "number_of_steps",
     "prompts_batch_size_for_trainer", "group_size", "max_tokens", "learning_rate", "max_async_rollout",
 )  # fmt: skip
-"""The fields that users change first, for the short help."""
+"""The fields that users change first, which the short help shows."""
 
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
@@ -137,7 +137,7 @@ def _add_field(grid: Table, field: FieldDescription) -> None:
 def explain(console: Console, name: str) -> None:
     """Prints a field, a section, or a key of a list's entries.
 
-    Keys are written as `evals.num_samples` or `evals[0].num_samples`.
+    Keys have the form `evals.num_samples` or `evals[0].num_samples`.
 
     Raises `UserError` for any other name.
     """

@@ -1,4 +1,4 @@
-"""`telescope convert`: checkpoints of a run to Hugging Face model folders. `orchestrator.conversion` converts."""
+"""Implements `telescope convert`, from checkpoints to Hugging Face folders. `orchestrator.conversion` converts."""
 
 import argparse
 import time
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Converts what the arguments name. Returns the exit code; raises `UserError` before anything is written."""
+    """Converts the given checkpoints. Returns the exit code. Raises `UserError` before anything is written."""
     from telescope.trainer.hf_folder import parse_size
 
     max_shard_bytes = parse_size(arguments.max_shard_size)
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
-    """Returns the checkpoints and the folder of each model. Raises `UserError` for arguments that do not fit."""
+    """Returns checkpoints with the folders of their models. Raises `UserError` for arguments that do not fit."""
     if arguments.step is not None and arguments.run is None:
         raise UserError("--step chooses a checkpoint of RUN_DIR. With --checkpoint-dir, give the folder of that step")
     if arguments.step is not None and arguments.step != "all" and not arguments.step.isdigit():

@@ -1,14 +1,13 @@
-"""`telescope doctor`: checks packages and machine, and prints fixes; with `--sandbox`, a provider of sandboxes.
+"""Implements `telescope doctor`, which checks packages and machine, or with `--sandbox` a provider of sandboxes.
 
-With `--cluster` it checks what a run needs between the nodes of a Ray cluster, and only that.
+With `--cluster` it only checks the requirements of a run on the nodes of a Ray cluster.
 
 One function per check. Starts no engine, joins no cluster, leaves no files. torch is imported in a separate process
-with a deadline, because a broken installation can hang or crash; of Ray, vLLM and transformers only the versions are
-read.
-Exit code 0: a run can start here; 1: something prevents it.
+with a deadline, because a broken installation can hang or crash. Ray, vLLM and transformers are not imported; only
+their versions are read. Exit code 0: a run can start here; 1: something prevents it.
 
-Invariant: every check returns a result on any machine. `bad` is for what prevents training here, `note` for other facts
-that a user should know; both come with a fix.
+Invariant: every check returns a result on any machine. `bad` means that training is impossible here, `note` is for
+other facts that a user should know. Both have a fix.
 """
 
 import argparse
@@ -57,8 +56,8 @@ HUB_DEADLINE_SECONDS = 3.0
 ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, driver
 ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
 ENOUGH_DISK_BYTES = 5 * GIB
-ENOUGH_OPEN_FILES = 8192  # a socket per sample in flight (4,096 in the largest setting measured), on both ends
-FARTHEST_CLOCK_SECONDS = 1.0  # spans of two nodes would change their order
+ENOUGH_OPEN_FILES = 8192  # one socket per sample in flight (4,096 in the largest measured setting), on both ends
+FARTHEST_CLOCK_SECONDS = 1.0  # beyond this, spans of two nodes would change their order
 SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
 Status = Literal["ok", "note", "bad"]
@@ -75,13 +74,13 @@ class Check:
 
 
 def judge(name: str, found: str, *problems: tuple[object, Status, str]) -> Check:
-    """Returns the first problem whose condition holds, with its status and fix, or `ok`."""
+    """Returns a check with the first problem that holds, or with status `ok`."""
     return next((Check(name, status, found, fix) for holds, status, fix in problems if holds), Check(name, "ok", found))
 
 
 def run_checks(*, hub: bool = True) -> list[Check]:
-    """Runs all checks, basic ones first. `hub=False` sends nothing over the network."""
-    with ThreadPoolExecutor(2) as pool:  # the two slow checks run beside the others
+    """Runs all checks, basic ones first. With `hub=False`, sends nothing over the network."""
+    with ThreadPoolExecutor(2) as pool:  # the two slow checks run concurrently with the others
         torch_answer = pool.submit(ask_torch)
         hub_answer = pool.submit(check_hub) if hub else None
         found = machine.visible_gpus("name", "memory.total", "driver_version")
@@ -180,7 +179,7 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, object]:
-    """Facts about torch, read in a separate process. `{"error": ...}` if it cannot be imported."""
+    """Returns facts about torch, read in a separate process. `{"error": ...}` if it cannot be imported."""
     if not is_installed("torch"):
         return {"error": "not installed"}
     command = [sys.executable, "-c", _TORCH_QUESTION]
@@ -233,7 +232,7 @@ def check_vllm(gpus: list[str]) -> Check:
 
 
 def check_plugin() -> Check:
-    """Checks the entry point through which vLLM finds Telescope's weight transfer. Only an installation has it."""
+    """Checks the entry point through which vLLM finds Telescope's weight transfer. It needs an installed package."""
     problem = plugin_problem()
     if problem is None:
         return Check("vllm plugin", "ok", "registered")
@@ -300,7 +299,7 @@ def check_port() -> Check:
 
 
 def default_of(field: str) -> object:
-    """The schema's default of a configuration field."""
+    """Returns the schema's default of a configuration field."""
     return TelescopeConfig.model_fields[field].default
 
 
@@ -311,7 +310,7 @@ def check_wandb() -> Check:
 
 
 def check_hub(ask: Callable[[str, float], None] | None = None) -> Check:
-    """Checks that models and datasets can be downloaded. `ask(url, timeout)` raises `OSError` if not."""
+    """Checks that models and datasets can be downloaded. `ask(url, timeout)` raises `OSError` if they cannot."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     fix = "give paths of models and datasets that are on disk; the demo needs no hub"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -327,12 +326,12 @@ def _ask_url(url: str, timeout: float) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout).close()
     except urllib.error.HTTPError as error:
-        if error.code >= 500:  # also the answer of a proxy that refuses
+        if error.code >= 500:  # also the response of a proxy that refuses
             raise OSError(f"HTTP {error.code}") from error
 
 
 def check_cluster(answers: "Answers", num_nodes: int, run_dir: Path) -> Iterator[Check]:
-    """Judges what the nodes of a cluster answered."""
+    """Yields checks of what the nodes of a cluster reported."""
     found = ", ".join(f"{name} ({pluralize(gpus, 'GPU')})" for name, gpus in answers.gpus.items())
     fix = f"start Ray on the others: {num_nodes} nodes are asked for"
     yield judge("nodes", found, (len(answers.gpus) < num_nodes, "bad", fix))
@@ -428,7 +427,7 @@ def print_checks(checks: list[Check], console: Console, where: str = "this machi
 
 
 async def check_sandbox(name: str, image: str, *, as_json: bool) -> int:
-    """Runs the contract of providers on a real one, and prints each check as it ends. Returns the exit status."""
+    """Runs the contract of providers on a real provider and prints each check as it ends. Returns the exit status."""
     from telescope.sandbox.contract import CHECKS, Trial, run_contract, sentence
 
     trial = Trial(get_provider(name), SandboxConfig(image=image, timeout_seconds=3600))

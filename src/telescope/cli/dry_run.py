@@ -1,9 +1,9 @@
-"""`telescope train --dry-run`: prints the plan of a run without starting it.
+"""Implements `telescope train --dry-run`, which prints the plan of a run without starting it.
 
 Prints the resolved configuration and the fields that the user set, its hash, the placement on nodes and GPUs, and a
 memory estimate for trainer and engine. Reads the model's small files (from the hub if needed); contacts no cluster. A
-problem that a run would have on this machine is an error; if the run is meant for another machine, it is a remark. With
-an assumed GPU size the run is meant for a machine with such GPUs, and problems with them are errors too.
+problem on this machine is an error, or a remark if the run is meant for another machine. With an assumed GPU size, the
+run is meant for a machine with such GPUs, and problems with them are errors too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from telescope.utils.text import pluralize
 if TYPE_CHECKING:
     from telescope.orchestrator.checkpoints import Checkpoint
 
-LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
+LONGEST_VALUE = 60  # characters of a default in the table of fields; values of the user are shown in full
 MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
@@ -53,12 +53,12 @@ def print_dry_run(
     gpu_memory_gib: float | None = None,
     all_fields: bool = False,
 ) -> None:
-    """Prints the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
+    """Prints the plan. With `gpu_memory_gib`, plans for a machine with GPUs of that size.
 
-    `try_user_code(here)` is called if the environments are found; `here`: the run is for this machine, where nothing
-    else is wrong. It returns remarks. Raises one `ConfigError` for all problems that were found, after the plan, which
-    is left out if the model's files cannot be read. A problem of this machine (too small, a port in use) is a
-    remark on a run that is meant for another, or for assumed GPUs.
+    Calls `try_user_code(here)` if the environments are found, and shows the returned remarks. `here` means that the run
+    is for this machine and has no other problem. Raises one `ConfigError` for all problems, after the plan, which is
+    left out if the model's files cannot be read. A problem of this machine (too small, a port in use) is a remark if
+    the run is meant for another machine or for assumed GPUs.
     """
     config = loaded.config
     assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
@@ -110,7 +110,7 @@ def print_dry_run(
     fit = preflight.find_problems(config, [partial(model_checks.check_fit, report=report, machine=machine)])
     excluded = preflight.find_problems(config, [partial(model_checks.check_shape, report=report)])  # on every machine
     if assumed is not None:
-        # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
+        # Prints the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
     else:
         everything = [*here, *files, *fit]
@@ -162,7 +162,7 @@ def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -
                 text = f"{text[: LONGEST_VALUE - 3]}..."
             mark = Text("* " if chosen else "  ", style="green")
             style = "green" if chosen else ""
-            # Without the path of the file.
+            # Without the file's path.
             source = loaded.sources.get(name, "").rpartition(", ")[2] or ("adjusted" if name in changed else "")
             table.add_row(mark + Text(name, style=style), Text(text, style=style), Text(source))
     console.print(table)
@@ -194,7 +194,7 @@ def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
 
 
 def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
-    """Returns a cluster with the run's number of such GPUs."""
+    """Returns a cluster with as many GPUs of this size as the run needs."""
     if config.device == "cpu":
         raise ConfigError(
             f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
@@ -206,7 +206,7 @@ def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterReso
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
-    """Plans the placement here, or on an assumed cluster."""
+    """Plans the placement on this machine or on an assumed cluster."""
     here = local_resources()
     if not elsewhere:
         try:
@@ -249,7 +249,7 @@ def _print_memory(
     *,
     assumed: bool,
 ) -> list[str]:
-    """Prints the estimate. Returns remarks about what does not fit."""
+    """Prints the estimate. Returns remarks about memory that is too small."""
     if placement.device == "cuda":
         sizes = [node.gpu_memory_bytes for node in placement.nodes]
     else:
@@ -288,7 +288,7 @@ def _print_memory(
             "length; longer answers wait for each other. That is fine when most answers are short."
         )
     in_place = plan_staging(config, report.shape, memory).in_place_because
-    # For a dense model on one GPU it depends on the GPU; on the CPU there is no choice.
+    # For a dense model on one GPU, the GPU decides; on the CPU there is no choice.
     is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
     is_decided = not is_open or (placement.device == "cuda" and memory is not None)
     if config.weight_transfer == "auto" and in_place and is_decided:

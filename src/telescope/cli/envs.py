@@ -1,4 +1,4 @@
-"""`telescope envs`: lists, describes, tries or creates environments (from `environments/templates/`)."""
+"""Implements `telescope envs`, which lists, describes, tries, checks and creates environments."""
 
 import argparse
 import inspect
@@ -41,7 +41,7 @@ from telescope.errors import UserError
 from telescope.utils.text import pluralize, user_path
 
 KINDS = ("single", "multi", "tools", "agent")
-NUM_GOLDS = 10  # items that are listed if there is no source of answers
+NUM_GOLDS = 10  # items that are listed without a source of answers
 TEMPLATES = Path(telescope.environments.__path__[0], "templates")
 
 _PLAIN = (str, int, float, bool, list, tuple, dict)
@@ -143,7 +143,7 @@ def run_describe(arguments: argparse.Namespace) -> int:
 def run_try(arguments: argparse.Namespace) -> int:
     """Rolls out items and prints their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
-    len(environment)  # loads the dataset: its errors come before a server is started
+    len(environment)  # loads the dataset, so that its errors come before a server is started
     has_no_answers = not (arguments.url or arguments.model or arguments.answer)
     if has_no_answers and arguments.item is None and (golds := _golds(environment, max(arguments.items, NUM_GOLDS))):
         Console(highlight=False).print(golds)
@@ -153,8 +153,8 @@ def run_try(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Checks an environment and prints what its answers earned. Returns the exit status."""
-    from telescope.cli.envs_check import check  # which imports what a rollout worker does
+    """Checks an environment and prints the rewards of answers. Returns the exit status."""
+    from telescope.cli.envs_check import check  # imports everything that a rollout worker imports
 
     return check(arguments, _keywords(arguments.set))
 
@@ -195,7 +195,7 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
 
 
 def _golds(environment: Environment, count: int) -> Table | None:
-    """Returns the first items with their golds as the reward reads them. None for an environment without golds."""
+    """Returns the first items with their golds as the reward parses them. None for an environment without golds."""
     table = Table("item", "prompt", "gold", "read as", "problem", title=f"{environment.name}, {len(environment)} items")
     for item in range(min(count, len(environment))):
         check = environment.check_gold(sample := environment.get_sample(item))
@@ -225,7 +225,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def write_new(name: str, folder: Path, kind: str) -> list[Path]:
-    """Writes `folder/name/environment.py` and a test of its reward. Raises `UserError` for a bad or used name."""
+    """Writes `folder/name/environment.py` and a test of its reward. Raises `UserError` for an invalid or used name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} cannot be the name of an environment: use small letters, digits and underscores.")
     target = folder / name
@@ -253,7 +253,7 @@ def _listed(name: str, path: list[str]) -> dict[str, str]:
 
 
 def _description(cls: type[Environment]) -> str:
-    """The docstring of the class itself or of its module. An inherited one describes another class."""
+    """Returns the docstring of the class or of its module, not an inherited one, which describes another class."""
     module = sys.modules.get(cls.__module__)
     return inspect.cleandoc(vars(cls).get("__doc__") or (module.__doc__ if module else None) or "")
 
@@ -267,7 +267,7 @@ def _kind(cls: type[Environment]) -> str:
 
 
 def _arguments(cls: type[Environment]) -> dict[str, str]:
-    """Names of the environment's arguments, with ` = default` for plain values."""
+    """Returns the names of the environment's arguments, with ` = default` for plain values."""
     known = constructor_arguments(cls, Environment) | dataset_arguments(cls, Environment)
     defaults = dict.fromkeys(known, "")
     for owner in reversed(cls.__mro__):
@@ -293,7 +293,7 @@ def _keywords(settings: list[str]) -> dict[str, Any]:
 
 
 def _answerer(arguments: argparse.Namespace, stack: ExitStack) -> Answerer:
-    """Returns the source of answers: a server, a model served until `stack` ends, a script, or a person."""
+    """Returns the source of answers: a server, a model that is served until `stack` ends, a script, or a person."""
     if arguments.answer and (arguments.url or arguments.model):
         raise UserError(f"--{'url' if arguments.url else 'model'} and --answer cannot be combined; give one of them.")
     if arguments.url:
@@ -318,7 +318,7 @@ def _answerer(arguments: argparse.Namespace, stack: ExitStack) -> Answerer:
 
 
 class _Script:
-    """Answers given in advance. `answers`: those not used yet."""
+    """Gives answers from a list. `answers` has the unused ones."""
 
     def __init__(self, answers: list[str]) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""`telescope envs check`: prints the trials of an environment (`rollout.check`), and how a judge agrees with labels."""
+"""Implements `telescope envs check`, which prints an environment's trials and a judge's agreement with labels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _read_labels(file: Path, judge: Judge | None) -> list[dict[str, Any]]:
 
 
 def _judge_labels(rows: list[dict[str, Any]], judge: Judge | None) -> list[str]:
-    """Prints how far the judge agrees with labels. Returns what is wrong with it."""
+    """Prints the judge's agreement with labels. Returns its problems."""
     assert judge is not None
 
     async def judged() -> tuple[float, float]:
@@ -97,12 +97,12 @@ def _renderer(model: str | None) -> Renderer:
 
 
 def _tree(trial: Trial) -> Tree:
-    """Returns the calls of a rollout. One that forks is below the call that it leaves."""
+    """Returns the calls of a rollout as a tree. A fork is below the call that it leaves."""
     sample = trial.trajectory
     seconds, calls = sample.finished_at - sample.started_at, pluralize(len(sample.turns), "call")
     outcome = f"reward {_shown(trial.reward)}, {calls}, {sample.num_tokens} tokens, {seconds:.2f} s"
     top = Tree(Text(f"item {trial.item}, {trial.name}: {outcome}", style="bold"))
-    trees: list[tuple[Tree, Tree]] = []  # where each call is, and its own tree
+    trees: list[tuple[Tree, Tree]] = []  # the tree that contains each call, and the call's own tree
     followed: dict[int | None, bool] = {}
     for number, turn in enumerate(sample.turns):
         line = Text(f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: ")

@@ -1,4 +1,4 @@
-"""`telescope eval`: measures saved checkpoints and models. Exit code 1 if an eval failed."""
+"""Implements `telescope eval`, which measures saved checkpoints and models. The exit code is 1 if an eval failed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RESULT_VALUES = (
     "metrics",
 )  # fmt: skip
 FIELDS = ("checkpoint_dir", "wandb_run_path", "max_concurrent_samples_per_server")
-"""Options that are fields of the file too."""
+"""Options that are also fields of the file."""
 
 
 def build_parser() -> OwnParser:
@@ -194,7 +194,7 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
 
 
 def _steps(text: str) -> list[int]:
-    """Reads numbers of checkpoints; empty for all."""
+    """Parses a list of steps. Empty for all checkpoints."""
     numbers = [] if text == "all" else text.replace(" ", "").split(",")
     if not all(number.isdigit() for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is neither numbers of checkpoints, as in 50,100, nor all")

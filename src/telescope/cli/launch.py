@@ -1,6 +1,7 @@
-"""`telescope launch`: prints or submits a job of Slurm, KubeRay or SkyPilot that trains, and resumes when preempted.
+"""Implements `telescope launch`, which prints or submits a training job for Slurm, KubeRay or SkyPilot.
 
-The templates in `recipes/` start Ray on every node, check them with `telescope doctor --cluster`, and start the run.
+The templates in `recipes/` start Ray on every node, check the nodes with `telescope doctor --cluster`, and start the
+run, or resume it after a preemption.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from telescope.utils.packages import installed_version
 from telescope.utils.text import user_path
 
 SUBMIT = {"slurm": ["sbatch"], "kuberay": ["kubectl", "create", "-f"], "skypilot": ["sky", "jobs", "launch", "-y"]}
-MOUNTED_CONFIG = "/etc/telescope/run.yaml"  # in the pods of KubeRay
+MOUNTED_CONFIG = "/etc/telescope/run.yaml"  # in KubeRay's pods
 DEFAULTS = {"cpu_nodes": 0, "memory": "64Gi", "accelerator": "H100", "retries": 3}
-DRIVER_CPUS = 4  # beside servers and ranks: the driver, Ray's daemons and a rollout worker or two
+DRIVER_CPUS = 4  # in addition to servers and ranks: the driver, Ray's daemons and one or two rollout workers
 DESCRIPTION = """Print a job that trains on several nodes: a batch script of Slurm, a RayJob of KubeRay or a managed
 job of SkyPilot. It starts Ray, checks the nodes, and starts the run, or resumes it when the job was preempted.
 Flags of fields (--learning_rate 5e-7) are passed on to the run."""
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separates the command's own arguments from the flags of fields."""
+    """Separates the command's own arguments from the flags of config fields."""
     parser = OwnParser(prog="telescope launch", description=DESCRIPTION)
     parser.add_argument("kind", choices=list(SUBMIT))
     parser.add_argument("--config", "-c", type=user_path, required=True, help="configuration of the run")
@@ -56,7 +57,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints or submits the job. Returns the exit code; raises `UserError` for what the job could not run with."""
+    """Prints or submits the job. Returns the exit code. Raises `UserError` if the job could not run."""
     arguments, flags = parse_arguments(argv)
     recipe = render(arguments, flags)
     if not arguments.submit:
@@ -72,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def render(arguments: argparse.Namespace, flags: Sequence[str]) -> str:
-    """Returns the job of a command line. Raises `UserError`."""
+    """Returns the job for a command line. Raises `UserError`."""
     config = load_config(arguments.config, flags, {}).config
     kind, folder = arguments.kind, arguments.run_dir or config.run_dir
     if folder is None:

@@ -1,12 +1,13 @@
-"""The `telescope` command.
+"""Implements the `telescope` command.
 
 Runs a subcommand and turns errors into messages and exit codes.
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
-started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
-`add_parser(subparsers)`, which sets `func`, and `imports`: modules to import before it; those of `OWN_ARGUMENTS` have
-`run(argv)` instead. The only argument of the command itself is `--version`. Without a command, it opens the dashboard
-where there are runs, and prints its help elsewhere. `OwnParser` separates a command's own options from flags of fields.
+started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package. Its
+`add_parser(subparsers)` sets `func`, and `imports` for modules to import first. The modules in `OWN_ARGUMENTS` have
+`run(argv)` instead. The only argument of the command itself is `--version`. Without a subcommand, it opens the
+dashboard if there are runs, and otherwise prints its help. `OwnParser` separates a command's own options from flags of
+fields.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-# Nothing that takes long to import: Ctrl-C ends the command quietly only after these imports.
+# Imports nothing slow, because Ctrl-C ends the command quietly only after these imports.
 from telescope import __version__
 from telescope.errors import EXIT_INTERRUPTED, ConfigError, RunError, UserError
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-# In the order of the help: what a user needs first comes first.
+# In the order of the help, which begins with what a user needs first.
 COMMANDS = (
     "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "launch", "tiny_model", "envs",
     "runs", "query", "compact", "sandbox",
@@ -42,7 +43,7 @@ OWN_ARGUMENTS = {
     "launch": "train by a job of Slurm, KubeRay or SkyPilot",
     "verify": "check engine, trainer and weights on this machine",
 }
-"""Commands with a flag for every field of the schema, and their help. They parse their own arguments."""
+"""Commands with a flag for every field of the schema, and their help texts. They parse their own arguments."""
 PIPE_WIDTH = 140
 LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
@@ -50,7 +51,7 @@ EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. `argv` defaults to the process's own arguments."""
+    """Runs the command line and returns its exit code. `argv` defaults to the arguments of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # of an argument that may be the path of a run, or its name
+        if error.errno != errno.ENAMETOOLONG:  # for an argument that may be the path or name of a run
             raise
         print(f"telescope: {str(error)[:LONGEST_ERROR]}. Give the path of a file that exists", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the `telescope` command. `argv` is that of `main`."""
+    """Runs `main(argv)` as the entry point of the `telescope` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a command in the background ignores it
         signal.signal(signal.SIGINT, _exit_interrupted)
     from telescope.utils.process import run_and_exit
@@ -83,7 +84,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Ends a command that only imports modules. An exception would be a traceback, or become an `ImportError`."""
+    """Exits at once during imports, where an exception would print a traceback or become an `ImportError`."""
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -94,7 +95,7 @@ def _interrupt_by_exception() -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands."""
+    """Returns the parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="telescope",
         description="Trains language models with reinforcement learning. Reads what runs have recorded.",
@@ -138,7 +139,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 class _StoreOnce(argparse.Action):
-    """Stores a value, and refuses a second one."""
+    """Stores a value and refuses a second one."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -149,14 +150,14 @@ class _StoreOnce(argparse.Action):
 
 
 class OwnParser(argparse.ArgumentParser):
-    """Parses a command's own options; what it leaves are flags of fields. Raises `ConfigError`."""
+    """Parses a command's own options and leaves the flags of config fields. Raises `ConfigError`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.register("action", None, _StoreOnce)
 
     def take(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the options, and the remaining arguments. `--some_flag` is `--some-flag`."""
+        """Returns the values of the options, and the remaining arguments. Accepts `--some_flag` for `--some-flag`."""
         own = [name for action in self._actions for name in action.option_strings]
         spelled = []
         for argument in argv:
@@ -173,7 +174,7 @@ class OwnParser(argparse.ArgumentParser):
 
 
 def file_to_write(text: str) -> Path:
-    """Returns the path of a file in a folder that exists."""
+    """Returns the path of a file in an existing folder."""
     from telescope.utils.text import user_path
 
     path = user_path(text)
@@ -183,7 +184,7 @@ def file_to_write(text: str) -> Path:
 
 
 def make_console() -> Console:
-    """Returns a console of standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
+    """Returns a console for standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -191,7 +192,7 @@ def make_console() -> Console:
 
 
 def _print_error(error: UserError | RunError) -> None:
-    """Prints the message of an error and its notes, and each problem of a configuration once."""
+    """Prints an error's message and notes, and each problem of a configuration once."""
     from telescope.utils.text import plain
 
     # Two checks may find the same problem. A quoted template or path may contain control sequences.

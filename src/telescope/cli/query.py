@@ -1,4 +1,4 @@
-"""`telescope query`: SQL over the tables of one run or all. Parses arguments and prints; `record.query` answers."""
+"""Implements `telescope query`, which runs SQL over the tables of runs. Parses and prints; `record.query` queries."""
 
 import argparse
 import csv
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the query and prints the answer. Returns the exit code."""
+    """Runs the query and prints the result. Returns the exit code."""
     if arguments.tables:
         print(describe_tables())
         return 0
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
-    """Returns the named runs, or all runs in `root`, by default where runs are written.
+    """Returns the named runs, or all runs in `root`, which defaults to the folders where runs are written.
 
-    A name is a folder, a name below `root`, or `latest`. Reports on stderr which one is `latest`. Raises `UserError`
-    for an unknown or ambiguous name.
+    A name is a folder, a name below `root`, or `latest`. Prints to stderr which run is `latest`. Raises `UserError` for
+    an unknown or ambiguous name.
     """
     if wanted and all(is_run(Path(name)) for name in wanted):
         return [Run(name) for name in dict.fromkeys(wanted)]
@@ -97,7 +97,7 @@ def print_result(result: Result, form: str, out: TextIO) -> None:
         )
         out.write("\n")
     elif form == "csv":
-        # Exact values in a file. A terminal would interpret control sequences.
+        # Files get exact values. A terminal would interpret control sequences.
         shown = plain if out.isatty() else str
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([shown(name) for name in result.columns])

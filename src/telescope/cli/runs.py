@@ -1,4 +1,4 @@
-"""`telescope runs`: the runs in a folder, newest first. Parses arguments and prints; `record.reader` reads."""
+"""Implements `telescope runs`, which lists runs, newest first. Parses and prints; `record.reader` reads."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from telescope.utils.text import plain, user_path
 DEFAULT_ROOT = Path("runs")  # folder of the runs, unless `run_dir` is set
 RUN_DIR_VARIABLE = "TELESCOPE_RUN_DIR"  # environment variable that fills in `run_dir`
 WATCH_SECONDS = 5.0
-_NO_LIMIT = 100_000  # terminal columns that no table needs
+_NO_LIMIT = 100_000  # more columns than any table needs
 
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
@@ -46,7 +46,7 @@ def add_root(parser: argparse.ArgumentParser) -> None:
 
 
 def folders_of_runs(root: Path | None) -> list[Path]:
-    """Returns the folders to search: `root`, or where runs are written by default. Some may not exist."""
+    """Returns the folders to search: `root`, or the default folders of runs. Some may not exist."""
     if root is not None:
         return [root]
     configured = os.environ.get(RUN_DIR_VARIABLE)
@@ -54,14 +54,14 @@ def folders_of_runs(root: Path | None) -> list[Path]:
 
 
 def runs_in(root: Path | None) -> list[Run]:
-    """Returns the runs in `folders_of_runs`, each once. Raises `UserError` if a `root` that was typed is missing."""
+    """Returns the distinct runs in `folders_of_runs`. Raises `UserError` if the user gave a missing `root`."""
     folders = [folder for folder in folders_of_runs(root) if root is not None or folder.is_dir()]
     found = {run.files.run_dir.resolve(): run for folder in reversed(folders) for run in find_runs(folder)}
     return list(found.values())
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the runs, again and again with `--watch`. Returns the exit code."""
+    """Prints the runs, repeatedly with `--watch`. Returns the exit code."""
     while arguments.watch:
         Console().clear()
         print_runs(arguments)
@@ -92,7 +92,7 @@ def print_runs(arguments: argparse.Namespace) -> int:
 
 
 def warn_of_unreadable(runs: Iterable[Run], what: str) -> bool:
-    """Reports on stderr how many unreadable files `what` lacks. Returns whether there are any."""
+    """Prints to stderr how many unreadable files `what` lacks. Returns whether there are any."""
     num_unreadable = sum(len(run.unreadable) for run in runs)
     if num_unreadable:
         files = "1 file of a table" if num_unreadable == 1 else f"{num_unreadable} files of tables"
@@ -129,7 +129,7 @@ def as_table(summaries: list[RunSummary]) -> Table:
 
 
 def wide_console(table: Table, out: TextIO) -> Console:
-    """Returns a console as wide as `table`, so paths stay whole."""
+    """Returns a console as wide as `table`, so that paths are not wrapped."""
     console = Console(file=out)
     needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
     return Console(file=out, width=max(console.width, needed))

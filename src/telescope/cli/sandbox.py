@@ -1,4 +1,4 @@
-"""`telescope sandbox`: destroys what runs left behind, and opens a sandbox to look around."""
+"""Implements `telescope sandbox`, which destroys what runs left behind, and opens a sandbox for manual commands."""
 
 import argparse
 import asyncio
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_reap(arguments: argparse.Namespace) -> int:
-    """Reaps each run. Returns the exit code."""
+    """Reaps the sandboxes of each run. Returns the exit code."""
     for run in choose_runs(arguments.run, arguments.root):
         if run.status == "live":
             if arguments.run:
@@ -72,7 +72,7 @@ def run_reap(arguments: argparse.Namespace) -> int:
 
 
 def run_shell(arguments: argparse.Namespace) -> int:
-    """Runs typed commands in a sandbox. Returns the exit code of the last."""
+    """Runs typed commands in a sandbox. Returns the last command's exit code."""
     return asyncio.run(_shell(arguments))
 
 
@@ -85,7 +85,7 @@ async def _shell(arguments: argparse.Namespace) -> int:
         print(f"sandbox {handle.id}; exit ends it, and Ctrl-D", file=sys.stderr)
         mark = uuid.uuid4().hex
         while line := await _read_line(f"{folder or '~'} $ "):
-            # The shell of each command is a new one, so that its folder is carried over.
+            # Each command has a new shell, so its folder is carried over.
             enter = f"cd -- {shlex.quote(folder)} || cd\n" if folder else ""
             command = f"{enter}{line}\nstatus=$?; printf '{mark}%s{mark}' \"$PWD\" >&2; exit $status"
             try:
@@ -94,7 +94,7 @@ async def _shell(arguments: argparse.Namespace) -> int:
                 print(error, file=sys.stderr)
                 continue
             errors, *told = result.stderr.split(mark)
-            if told:  # not after `exit` or a syntax error
+            if told:  # not printed after `exit` or a syntax error
                 folder = told[0]
             sys.stdout.write(result.stdout)
             sys.stderr.write(errors + "".join(told[1:]))
@@ -110,11 +110,11 @@ async def _shell(arguments: argparse.Namespace) -> int:
 
 
 async def _read_line(prompt: str) -> str:
-    """Returns a typed line with its end; `""` at the end of the input."""
+    """Returns a typed line with its end, or `""` at the end of the input."""
     if not sys.stdin.isatty():
         return await asyncio.to_thread(sys.stdin.readline)
     print(prompt, end="", file=sys.stderr, flush=True)
-    typed = asyncio.Event()  # because a thread that reads would hold up Ctrl-C
+    typed = asyncio.Event()  # because a reading thread would delay Ctrl-C
     asyncio.get_running_loop().add_reader(sys.stdin, typed.set)
     try:
         await typed.wait()

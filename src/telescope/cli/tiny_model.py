@@ -1,4 +1,4 @@
-"""`telescope tiny-model`: builds or finds the tiny model, prints its folder. `telescope.tiny_model` makes it."""
+"""Implements `telescope tiny-model`, which builds or finds the tiny model. `telescope.tiny_model` makes it."""
 
 import argparse
 import sys
@@ -80,6 +80,6 @@ def _recipe(arguments: argparse.Namespace) -> ModelRecipe:
 
 @contextmanager
 def warm_start_progress() -> Iterator[Callable[[WarmStartProgress], None]]:
-    """Shows the steps of a warm start. On stderr, so that stdout has only the path."""
+    """Shows the steps of a warm start on stderr, because stdout is for the path only."""
     with progress("warm start") as report:
         yield lambda state: report(state.step, state.num_steps, f"loss {state.loss:.3f}")

@@ -1,4 +1,4 @@
-"""`telescope train`: resolves the configuration, runs the preflight checks, and trains."""
+"""Implements `telescope train`, which resolves the configuration, runs the preflight checks, and trains."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from telescope.evals.entries import EnvironmentKeys
     from telescope.orchestrator.status import RunSummary
 
-LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes
-EXIT_STOPPED = 130  # the code of a command stopped by Ctrl-C
+LARGEST_GPU_GIB = 100_000  # far above any GPU, to detect a value in bytes
+EXIT_STOPPED = 130  # the exit code of a command stopped by Ctrl-C
 
 
 def run(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separates the command's own arguments from the flags of fields."""
+    """Separates the command's own arguments from the flags of config fields."""
     parser = OwnParser(prog="telescope train", add_help=False)
     parser.add_argument("--help", "-h", dest="help", action="store_const", const="short")
     parser.add_argument("--help-all", dest="help", action="store_const", const="all")
@@ -104,7 +104,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def _read_gib(value: str) -> float:
-    """Reads the GiB of one GPU."""
+    """Parses the memory of one GPU in GiB."""
     try:
         number = float(value)
     except ValueError:
@@ -141,9 +141,9 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for all problems together.
+    """Runs all checks that start nothing. Returns remarks. Raises ConfigError for all problems together.
 
-    Backend, model and parsers are tried, which takes seconds, only if nothing else is wrong.
+    Tries backend, model and parsers, which takes seconds, only if there is no other problem.
     """
     from telescope.config import model_checks
     from telescope.config.model_files import check_rendering
@@ -173,23 +173,23 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process. Returns their notices.
 
-    Where the run is meant for this machine (`here`), tries the backend, the model and the engine too: those need
-    packages that another machine may have.
+    If the run is meant for this machine (`here`), also tries the backend, the model and the engine, which need packages
+    that only another machine may have.
     """
     from telescope.evals.entries import environment_keys
     from telescope.orchestrator import preflight
 
     if not here:
-        return try_environments_of(config, environment_keys(config))  # its error keeps its kind
+        return try_environments_of(config, environment_keys(config))  # keeps the class of its error
     from telescope.inference.vllm.support import check_chat_parsers
     from telescope.trainer.trial import try_backend, try_model
 
     notices: list[str] = []
     keys = environment_keys(config)
     checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
-    with ThreadPoolExecutor() as threads:  # each waits for a process of its own
+    with ThreadPoolExecutor() as threads:  # each waits for its own process
         others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
-        # In this thread: the process of the environments ends with the thread that started it.
+        # In this thread, because the process of the environments ends with the thread that started it.
         problems = preflight.find_problems(config, [lambda one: notices.extend(try_environments_of(one, keys))])
         problems += [problem for other in others for problem in other.result()]
     if problems:
@@ -213,7 +213,7 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
 
 
 def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int = 0, has_evals: bool = False) -> None:
-    """Prints the closing lines of a run. `last_checkpoint`: the newest step, 0 without one."""
+    """Prints the closing lines of a run. `last_checkpoint` is the newest step, or 0 without checkpoints."""
     from telescope.record.files import RunFiles
     from telescope.weights.model_folder import read_origin
 
@@ -261,7 +261,7 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
 
 
 def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_evals: bool) -> list[str]:
-    """Returns the commands that can follow a run, without the program's name."""
+    """Returns commands that can follow a run, without the program's name."""
     root, run_dir = shlex.quote(str(Path(run_dir).parent)), shlex.quote(run_dir)
     commands = [
         f"ui {run_dir}",
@@ -284,14 +284,14 @@ def watch_command(run_dir: str) -> str:
 
 
 def _own_command() -> str:
-    """Returns how to call `telescope`: its name, or its path."""
+    """Returns how to call `telescope`, by its name or its path."""
     if shutil.which("telescope") is not None:
         return "telescope"
     return _short(str(Path(sys.executable).with_name("telescope")))
 
 
 def _short(path: str) -> str:
-    """The path relative to the working directory, if it is below it."""
+    """Returns the path relative to the working directory, if it is below it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`telescope tui`: a run in the terminal. Arguments only; the view is `telescope.tui`."""
+"""Implements `telescope tui`, which shows a run in the terminal. Parses arguments; `telescope.tui` is the view."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows the run until q. Returns the exit code."""
+    """Shows the run until the user presses q. Returns the exit code."""
     (chosen,) = choose_runs([arguments.run], arguments.root)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("telescope tui needs a terminal. `telescope ui` serves pages, `telescope query` prints tables.")

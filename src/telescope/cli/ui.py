@@ -1,4 +1,4 @@
-"""`telescope ui`: opens the dashboard. Arguments and printing; the server is `telescope.dashboard`."""
+"""Implements `telescope ui`, which opens the dashboard. Parses and prints; `telescope.dashboard` is the server."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from telescope.dashboard.remote import WandbRuns
 
 DEFAULT_PORT = 8005
-NUM_PORTS = 100  # ports that are tried, from the wanted one on
+NUM_PORTS = 100  # number of ports that are tried, beginning with the wanted port
 
 LAST_PORT = 65_535
 
 PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
-"""A W&B project, or its address in a browser."""
+"""Matches a W&B project or its address in a browser."""
 
-CLOSE_SECONDS = 1  # How long requests that run may end after Ctrl-C. Open pages reconnect by themselves.
+CLOSE_SECONDS = 1  # How long running requests may take after Ctrl-C. Open pages reconnect by themselves.
 
 
 def add_parser(subparsers: Any) -> None:
@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves the dashboard until Ctrl-C, or writes a run as a file. Returns the exit code."""
+    """Serves the dashboard until Ctrl-C, or exports a run to a file. Returns the exit code."""
     if arguments.export is not None:
         return export(*arguments.export)
     if not arguments.demo:
@@ -133,7 +133,7 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     has_key = finds and has_credentials(os.environ)
     places = [*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)]
     shown = ", ".join([*places, *["your projects on W&B"] * has_key])
-    # One run opens at its overview; the name of the dashboard leads to the list.
+    # One run opens at its overview, where the dashboard's name links to the list.
     run_ids = list(app.state.registry.stores())
     opened = run_ids[0] if len(run_ids) == 1 and not (remotes or has_key) else None
     if finds:
@@ -172,10 +172,10 @@ def export(run_dir: Path, file: Path) -> int:
 
 
 def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Returns the folders to show, and W&B projects: what is no folder here. Raises `UserError` for anything else."""
+    """Returns folders, and W&B projects for places that are no folder. Raises `UserError` for other places."""
     folders, projects = [], []
     default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()]
-    if not default and not has_credentials(os.environ):  # with a key, the runs may be on W&B
+    if not default and not has_credentials(os.environ):  # with a key, runs may be on W&B
         default = [str(DEFAULT_ROOT)]
     for place in [*places, *([str(root)] if root is not None else [])] or default:
         folder, project = user_path(place), PROJECT.match(place)
@@ -190,7 +190,7 @@ def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], lis
 
 
 def open_project(entity: str, project: str) -> WandbRuns:
-    """Lists the runs of a W&B project. Raises `UserError` if W&B cannot be asked and nothing was copied before."""
+    """Lists the runs of a W&B project. Raises `UserError` if W&B cannot be reached and there is no earlier copy."""
     from telescope.dashboard.remote import WandbRuns, cache_folder
     from telescope.dashboard.wandb_runs import WandbError, WandbProject
 

@@ -1,7 +1,7 @@
-"""`telescope verify`: checks engine, trainer and weight transfer on this machine.
+"""Implements `telescope verify`, which checks engine, trainer and weight transfer on this machine.
 
-Arguments and printing only; the checks are in `telescope.verify`. Exit code 0 if all pass, 1 if one fails, 2 for bad
-input, 130 after Ctrl-C.
+Arguments and printing only; the checks are in `telescope.verify`. The exit code is 0 if all checks pass, 1 if one
+fails, 2 for bad input, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
         print_template(loaded.config, make_console())
         return 0
-    # A verification writes neither, so their disks need no space.
+    # A verification writes neither, so it needs no space on their disks.
     loaded = replace(loaded, config=loaded.config.replace(checkpoint_every=0, save_final_model=False))
 
     from telescope.cli.train import check_before_start, fit_to_machine

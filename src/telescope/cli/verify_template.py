@@ -1,4 +1,4 @@
-"""`telescope verify --template`: what the model reads and what is trained, without an engine."""
+"""Implements `telescope verify --template`, which shows what the model reads and what is trained, without an engine."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
             if lost is None:
                 raise
         if lost is not None:
-            raise lost  # it also explains why a conversation cannot be printed
+            raise lost  # this error also explains why a conversation cannot be printed
 
 
 def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:

@@ -1,1 +1,1 @@
-"""The server of the dashboard: a FastAPI application over the records of runs. It writes nothing into a run."""
+"""Serves the dashboard as a FastAPI application over the records of runs. Writes nothing into a run."""

@@ -1,6 +1,6 @@
-"""The FastAPI application: the addresses of `telescope.dashboard.api`, and the pages.
+"""Builds the FastAPI application from the addresses of `telescope.dashboard.api` and the pages.
 
-Owns status codes of errors, the page of the API and the built files. No address becomes a path below a run.
+Owns the status codes of errors, the page about the API and the built files. No address becomes a path below a run.
 """
 
 import gzip
@@ -44,7 +44,7 @@ SUBJECTS = [
 ]
 
 COMPRESSED_BYTES = 2000
-"""Smaller answers are sent as they are."""
+"""Smaller responses are not compressed."""
 
 
 def create_app(
@@ -56,9 +56,9 @@ def create_app(
     static: Path = STATIC,
     documents: Path | None = None,
 ) -> FastAPI:
-    """Builds the application over the runs below `roots`, runs or folders of runs. `remotes` are those on W&B.
+    """Builds the application. `roots` are runs or folders of runs, `remotes` are runs on W&B.
 
-    What the user keeps is in the folder `documents`, by default in the user's config folder.
+    The user's documents are in the folder `documents`, by default in the user's config folder.
     """
     app = FastAPI(
         title="Telescope API", description=ABOUT_API, openapi_tags=SUBJECTS, version=__version__,
@@ -97,7 +97,7 @@ def create_app(
 
 
 class Pages(StaticFiles):
-    """The built pages. Files below `assets` have digests in their names: browsers keep them, and memory compressed."""
+    """The built pages. Files below `assets` have digests in their names, so browsers and memory cache them."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory=directory, check_dir=False)
@@ -115,7 +115,7 @@ class Pages(StaticFiles):
             answer = await super().get_response("index.html" if path == "." else path, scope)
         except (HTTPException, OSError, ValueError):
             title = "<!doctype html><title>Telescope</title>"
-            if path != ".":  # pages are named behind the #
+            if path != ".":  # pages are named after the #
                 text = '<p>There is no page at this address.</p><p><a href="/">All runs</a></p>'
                 return HTMLResponse(title + text, 404)
             text = "<p>The pages are not built. Build them with</p><pre>make dashboard</pre><p>and reload.</p>"

@@ -1,7 +1,7 @@
-"""Architecture of a run's model: its parts, their sizes and parameters, from its `config.json`.
+"""Describes the parts of a run's model, with sizes and parameters, from its `config.json`.
 
-The file is looked for in the record of the newest attempt, in the trained model, and in the checkpoints of the run. For
-well-known models, their sizes are known without one.
+The file is searched for in the record of the newest attempt, in the trained model, and in the checkpoints of the run.
+The sizes of well-known models are known without it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ CONFIG = "config.json"
 
 
 def architecture_of(run: Run) -> dict[str, Any]:
-    """Returns name, sizes and parts of the model. `parts` is empty if they are not known."""
+    """Returns name, sizes and parts of the model. `parts` is empty if they are unknown."""
     name = config_of(run)[0].get("model")
     config, source = _model_config(run)
     shape = ModelShape.from_config(config) if config else known_shape(str(name or ""))
@@ -25,7 +25,7 @@ def architecture_of(run: Run) -> dict[str, Any]:
     if shape is None:
         numbers = ("layers", "parameters", "active_parameters", "kv_bytes_per_token", "max_position_embeddings")
         return {**found, **dict.fromkeys(numbers), "parts": []}
-    # A token visits a few of the experts.
+    # A token visits only some experts.
     idle = shape.num_experts - min(shape.num_experts, shape.experts_per_token)
     expert = 3 * shape.hidden_size * shape.expert_intermediate_size
     return {
@@ -41,7 +41,7 @@ def architecture_of(run: Run) -> dict[str, Any]:
 
 
 def parts_of(shape: ModelShape) -> list[dict[str, Any]]:
-    """Returns the parts in the order of the forward pass: what, how many, sizes in words, parameters of one."""
+    """Returns the parts in the order of the forward pass, with count, sizes in words, and parameters of one."""
     hidden = shape.hidden_size
     table = shape.vocab_size * hidden
     attention = shape.dense_layer_parameters - 3 * hidden * shape.intermediate_size
@@ -74,7 +74,7 @@ def _model_config(run: Run) -> tuple[Mapping[str, Any], str | None]:
         try:
             found = read_json(folder / CONFIG)
         except (OSError, ValueError):
-            continue  # a file that another program writes; the next place may have it
+            continue  # a file that another program writes; the next place may have a valid one
         if isinstance(found, dict):
             return found, str((folder / CONFIG).relative_to(run.files.run_dir))
     return {}, None

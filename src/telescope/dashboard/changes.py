@@ -1,12 +1,13 @@
-"""Compares the steps before a step with the steps from it on, as plain data for the API.
+"""Compares the steps before a given step with the steps from it on. Returns plain data for the API.
 
-A metric that is a mean over samples is decomposed over cells: the samples of one environment with the same tags. With
-shares p and means m of a cell, before (0) and after (1), and the mean M of both windows' means (Kitagawa, 1955):
+A metric that is a mean over samples is decomposed over cells. A cell has the samples of one environment with the same
+tags. With shares p and means m of a cell, before (0) and after (1), and the mean M of both windows' means (Kitagawa,
+1955):
 
     change = sum over cells of (p1 - p0) ((m0 + m1) / 2 - M) + (p0 + p1) / 2 (m1 - m0)
                                mix                              within
 
-All other numbers have an effect: the difference of the means in standard deviations of a window.
+For all other numbers, the effect is the difference of the means in standard deviations of a window.
 """
 
 import math
@@ -26,10 +27,10 @@ COLUMNS = {
     "rollouts/turns/mean": "num_turns",
     **{f"rollouts/tokens_{name}/mean": f"{name}_tokens" for name in ("completion", "prompt", "total", "environment")},
 }
-"""Step metrics that are means over the samples trained on, and what of a sample they are the mean of."""
+"""Step metrics that are means over trained samples, and the averaged SQL expression for a sample."""
 
 OF_REWARD = ("reward", "status IN ('kept', 'discarded')")
-"""What `_of_samples` returns for the reward, which is decomposed where the chosen metric is no mean over samples."""
+"""Result of `_of_samples` for the reward, which is decomposed if the chosen metric is no mean over samples."""
 
 COMPARED = (
     *(cell.metric.partition(" / ")[0] for cell in CELLS),
@@ -37,17 +38,17 @@ COMPARED = (
     *("timing_step_total", "timing_weight_sync_total", "timing_weight_sync_inference_total", "timing_checkpoint"),
     *("discarded/all/pct", "retried/samples", "cancelled/samples", "mismatch/ratio_outside_share"),
 )
-"""Step metrics that are compared, beside the chosen one."""
+"""Step metrics that are compared in addition to the chosen metric."""
 
 LARGEST_EFFECT = 99.0
-"""Stands for all larger effects, such as those of numbers that did not vary."""
+"""Replaces larger effects, which numbers without variance have."""
 
 NUM_ANSWERS, NUM_EVENTS, NUM_CHARACTERS = 5, 20, 240
-"""Answers and events that are returned, and characters of an answer."""
+"""Most answers and events that are returned, and most characters of an answer."""
 
 
 def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, Any]:
-    """Compares `window` steps before `step` with `window` steps from it on: cells, effects, events and answers."""
+    """Compares up to `window` steps before and from `step` on. Returns cells, effects, events and answers."""
     visible = store.visible()
     _, columns, metrics = store.steps()
     steps = np.array(columns["step"])
@@ -59,7 +60,7 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     own = _of_samples(metric)
     value, where = own or OF_REWARD
     tags = [f"{sql_text(f'{name}=')} || tags[{sql_text(name)}]" for name, values in store.tags().items() if values]
-    last = min(step + window - 1, int(steps[-1]) if len(steps) else -1)  # later rows are of a step that has not ended
+    last = min(step + window - 1, int(steps[-1]) if len(steps) else -1)  # later rows are of an unfinished step
     near = f"step BETWEEN {step - window} AND {last}"
     samples = (
         "WITH s AS (SELECT attempt, sample_id, group_id, step, environment, reward, completion_tokens, stop_reason, "
@@ -100,7 +101,7 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
 
 
 def _of_samples(metric: str) -> tuple[str, str] | None:
-    """Returns the SQL of the sample value whose mean is the metric, and an SQL condition on the samples."""
+    """Returns SQL for the sample value whose mean is the metric, and an SQL condition on the samples, or None."""
     section, _, rest = metric.partition("/")
     environment, _, name = rest.partition("/")
     of_environment = f"status = 'kept' AND environment = {sql_text(environment)}"
@@ -127,7 +128,7 @@ def _effect(name: str, kind: str, m0: float | None, v0: float, m1: float | None,
 
 
 def _spans(store: RunStore, started: list[Any], ended: list[Any], earlier: Any, later: Any) -> list[dict[str, Any]]:
-    """Returns the effects of the seconds that requests, rewards, weight syncs, checkpoints and evals took."""
+    """Returns the effects of the durations of requests, rewards, weight syncs, checkpoints and evals."""
     times = [started[earlier[0]], started[later[0]], ended[later[-1]]] if len(earlier) and len(later) else [None]
     if None in times:
         return []

@@ -1,7 +1,7 @@
-"""Code that a run started with: files, uncommitted changes, and the difference to another run's.
+"""Reads the code that a run started with: files, uncommitted changes, and the difference to another run.
 
-Reads `code/attempt-<n>.tar.gz` (`record.code_snapshot`). A file is named by its path inside the archive and looked up
-there: nothing is unpacked to disk. The newest archives stay in memory.
+Reads `code/attempt-<n>.tar.gz` (`record.code_snapshot`). A file is looked up by its path inside the archive, and
+nothing is unpacked to disk. The newest archives stay in memory.
 """
 
 import json
@@ -19,24 +19,24 @@ from telescope.errors import UserError
 from telescope.record.reader import Run
 
 NUM_ARCHIVES = 4
-"""Archives in memory: two runs that are compared, and the ones before."""
+"""Archives that stay in memory: two for compared runs, and two earlier ones."""
 
 MAX_TOTAL_BYTES = 128 * 2**20
-"""Twice what a snapshot holds. A larger archive was not written by a run."""
+"""Twice the limit of a snapshot. No run writes a larger archive."""
 
 MAX_FILE_BYTES = 2 * 2**20
-"""Largest text that an answer holds."""
+"""Largest text in a response."""
 
 MAX_DIFF_LINES = 10_000
-"""Lines of both files together that are compared line by line; the search for equal lines is quadratic."""
+"""Lines of both files up to which they are compared, because the search for equal lines is quadratic."""
 
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Diffs of one answer. Later files are listed without; they can be asked for one by one."""
+"""Size of the diffs in one response. Later files are listed without a diff and can be requested one by one."""
 
 GIT, CHANGES = "git.json", "changes.diff"
 
 NOTHING: dict[str, Any] = {"attempts": [], "attempt": None, "git": {}, "left_out": [], "changes": "", "files": []}
-"""What is answered of a run without code."""
+"""The response for a run without code."""
 
 _NAME = re.compile(r"attempt-(\d+)\.tar\.gz")
 
@@ -52,7 +52,7 @@ class Snapshot:
 
 
 def snapshot_of(run: Run, attempt: int | None = None) -> Snapshot:
-    """Returns the code of an attempt, by default the newest that has any. Raises `NotFoundError`."""
+    """Returns the code of an attempt, by default of the newest attempt with code. Raises `NotFoundError`."""
     found = archives(run)
     chosen = max(found, default=0) if attempt is None else attempt
     if chosen not in found:
@@ -66,7 +66,7 @@ def snapshot_of(run: Run, attempt: int | None = None) -> Snapshot:
 
 
 def archives(run: Run) -> dict[int, Path]:
-    """Returns the archive of each attempt that has one."""
+    """Returns the archives by attempt."""
     folder = run.files.code
     named = [(match, path) for path in folder.glob("attempt-*.tar.gz") if (match := _NAME.fullmatch(path.name))]
     return {int(match[1]): path for match, path in named}
@@ -90,7 +90,7 @@ def overview(run: Run, attempt: int | None) -> dict[str, Any]:
 
 
 def file(run: Run, attempt: int | None, path: str) -> dict[str, Any]:
-    """Returns the text of a file. It is null if the file is not UTF-8 or too large. Raises `NotFoundError`."""
+    """Returns the text of a file, or null for a binary or large file. Raises `NotFoundError`."""
     snapshot = snapshot_of(run, attempt)
     if path not in snapshot.files:
         raise NotFoundError(f"The code of attempt {snapshot.attempt} has no file {path!r}.")
@@ -99,7 +99,7 @@ def file(run: Run, attempt: int | None, path: str) -> dict[str, Any]:
 
 
 def difference(old: Run, new: Run, path: str = "") -> dict[str, Any]:
-    """Returns files that differ between two runs, with diffs. `path` limits them to one file of their newest code."""
+    """Returns the files that differ between the newest code of two runs, with diffs. `path` selects one file."""
     before, after = snapshot_of(old).files, snapshot_of(new).files
     paths = sorted(before.keys() | after.keys())
     changed = [name for name in paths if before.get(name) != after.get(name)]
@@ -128,7 +128,7 @@ def _compared(path: str, before: bytes | None, after: bytes | None, room: int) -
 
 
 def _text(content: bytes) -> str | None:
-    """Returns a text, None for a binary or a too large file."""
+    """Returns a text, or None for a binary or large file."""
     if len(content) > MAX_FILE_BYTES or b"\0" in content:
         return None
     try:
@@ -139,7 +139,7 @@ def _text(content: bytes) -> str | None:
 
 @lru_cache(NUM_ARCHIVES)
 def _read(path: Path, attempt: int, _modified: int) -> Snapshot:
-    """Reads an archive. Raises `ValueError` for one that is too large."""
+    """Reads an archive. Raises `ValueError` if it is too large."""
     files: dict[str, bytes] = {}
     total = 0
     with tarfile.open(path, "r|gz") as archive:

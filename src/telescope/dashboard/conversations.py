@@ -1,4 +1,4 @@
-"""The conversations of a sample: its turns as a tree, with the causes of forks in words."""
+"""Returns the conversations of a sample as a tree of its turns, with the causes of forks in words."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from telescope.dashboard.tables import Row
 from telescope.utils.text import pluralize
 
 MAIN = "main"
-"""Shown name of a rollout's own conversation."""
+"""Displayed name of a rollout's main conversation."""
 
 FORKS = {
     "retry": "retry", "branch": "branch", "edited_history": "history edited", "tools": "other tools",
     "compaction": "compaction",
 }  # fmt: skip
-"""Causes of forks in words (`rollout.joins`). Others are divergences from the chat template."""
+"""Causes of forks in words (`rollout.joins`). All others are divergences from the chat template."""
 
 
 def is_answer(turn: Row) -> bool:
-    """Returns whether a row of `turns` is an answer of the model, not a message of a prompt with the role of one."""
+    """Returns whether a row of `turns` is a completion, not a prompt's message with the role `assistant`."""
     return bool(turn["role"] == "assistant" and turn["restarts"] is None)
 
 
 @dataclass
 class _Conversation:
-    """A conversation while it is read. `cause` is why it begins."""
+    """A conversation that is being read. `cause` is why it begins."""
 
     name: str
     depth: int
     cause: str
     turns: list[int] = field(default_factory=list)
-    """Rows of `turns` that it shows."""
+    """Rows of `turns` that this conversation shows."""
     branches: list[_Conversation] = field(default_factory=list)
-    """Conversations that leave it."""
+    """Conversations that branch off."""
     num_repeated: int = 0
     num_calls: int = 0
     num_tokens: int = 0
     trained: bool = False
 
     def row(self) -> Row:
-        """Returns the conversation as the pages read it: `about` has its cause and its counts in words."""
+        """Returns the conversation in the form that the pages read. `about` has its cause and its counts in words."""
         parts = [self.cause]
         parts += [f"{pluralize(self.num_repeated, 'message')} as before"] * bool(self.num_repeated)
         parts += [pluralize(self.num_calls, "call"), f"{self.num_tokens:,} answer tokens"]
@@ -50,21 +50,20 @@ class _Conversation:
 
 
 def conversations(turns: Sequence[Row]) -> list[Row]:
-    """Returns the conversations of a sample, each branch behind the conversation that it leaves (`Conversation`).
+    """Returns the conversations of a sample, each branch after the conversation that it leaves (`Conversation`).
 
-    The first answer of a branch extends an answer that another one extends too. Empty for a conversation between model
-    and environment, which is one chain. Messages that a prompt has in common with an earlier one of its chat are not
-    listed again.
+    The first completion of a branch extends a completion that another one extends too. Empty for a conversation between
+    model and environment, which is one chain. Omits messages that a prompt shares with an earlier prompt of its chat.
     """
     if not turns or is_answer(turns[0]):
         return []
     roots: list[_Conversation] = []
     owners: dict[int, tuple[_Conversation, int]] = {}
-    """Conversation of each answer, and its number there."""
+    """Conversation of each completion, and its number there."""
     nodes: dict[tuple[int, str, str], int] = {}
-    """Messages as a tree of each chat: node before, role and text of each."""
+    """Messages as a tree for each chat. A key has the previous node, the role and the text."""
     node_of: dict[int, int] = {}
-    """Node of each answer."""
+    """Node of each completion."""
     continued = _continued(turns)
     has_main = any(turn["chat"] is None for turn in turns)
     replies: list[Row] = []
@@ -101,7 +100,7 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
         node_of[turn["turn"]], owners[turn["turn"]] = node, (conversation, conversation.num_calls)
         replies = []
     rows, left = [], roots[::-1]
-    while left:  # no recursion, because an agent may branch a thousand times
+    while left:  # not recursive, because an agent may branch a thousand times
         conversation = left.pop()
         rows.append(conversation.row())
         left += conversation.branches[::-1]
@@ -109,9 +108,9 @@ def conversations(turns: Sequence[Row]) -> list[Row]:
 
 
 def paths(turns: Sequence[Row]) -> list[list[Row]]:
-    """Returns the answers of each sequence of tokens, from its beginning to an answer that no other extends.
+    """Returns the completions of each token sequence, from its beginning to a completion that no other extends.
 
-    Where no parents are recorded, an answer extends the one before, unless a conversation begins between them.
+    If no parents are recorded, a completion extends the previous one, unless a conversation begins between them.
     """
     parents: dict[int, int | None] = {}
     answers: dict[int, Row] = {}
@@ -132,7 +131,7 @@ def paths(turns: Sequence[Row]) -> list[list[Row]]:
 
 
 def _continued(turns: Sequence[Row]) -> dict[int, int]:
-    """Returns the answer that continues the conversation of each: the first that is no fork, or else the first."""
+    """Returns the completion that continues each completion: the first that is no fork, or else the first."""
     children: dict[int, list[tuple[bool, int]]] = defaultdict(list)
     is_fork = False
     for turn in turns:

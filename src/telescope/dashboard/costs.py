@@ -1,8 +1,9 @@
-"""Divides the time of engines and trainer ranks by what it was used for, as plain data for the API.
+"""Divides the time of engines and trainer ranks by use. Returns plain data for the API.
 
-The time of an engine counts from the start of an attempt to its last sample or step. `timing_engines_idle` is idle, the
-time before the first request is the start, and the rest is divided by generated tokens. The time of a rank is divided
-by the phases of the steps; what lies outside of the steps is the start, evals before training, and restarts.
+The time of an engine counts from the start of an attempt to its last sample or step. `timing_engines_idle` counts as
+idle, the time before the first request as start, and the rest is divided in proportion to generated tokens. The time of
+a rank is divided by the phases of the steps. The time outside of steps is for the start, evals before training, and
+restarts.
 """
 
 import math
@@ -15,7 +16,7 @@ import numpy as np
 from telescope.dashboard.store import RunStore
 
 GPUS = re.compile(r"([\d.]+) GPUs?$")
-"""How many GPUs an engine has, at the end of its place in `topology`."""
+"""Matches an engine's number of GPUs at the end of its place in `topology`."""
 
 PHASES = {
     "waits": ("timing_waiting_for_data",),
@@ -24,7 +25,7 @@ PHASES = {
     "optimizer": ("timing_optimizer_rank_mean", "timing_gradient_norm_rank_mean"),
     "weight sync": ("timing_weight_sync_trainer_total",),
 }
-"""Step metrics of each phase of a rank, in seconds."""
+"""Step metrics for each phase of a rank, in seconds."""
 
 PART = "CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELSE status END"
 SUMS = (
@@ -33,7 +34,7 @@ SUMS = (
 
 
 def costs(store: RunStore) -> dict[str, Any]:
-    """Returns generated tokens by outcome, and the seconds of engines and ranks, in GPUs (else processes), by use."""
+    """Returns generated tokens by outcome, and the GPU-seconds (or process-seconds) of engines and ranks by use."""
     _, columns, metrics = store.steps()
     times: dict[int, list[float]] = {}
     for number, end in zip(columns["attempt"], columns["ended_at"], strict=True):

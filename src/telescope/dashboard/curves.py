@@ -1,4 +1,4 @@
-"""Distributions over steps and evals: plain data for the API."""
+"""Returns distributions over steps and evals as plain data for the API."""
 
 from typing import Any
 
@@ -10,26 +10,26 @@ from telescope.record.query import sql_text
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95", "gini")
 HISTOGRAM = ("low", "high", "histogram")
-"""Ends of the bins of a step, and the number of samples in each."""
+"""Lower and upper end of a step's bins, and the number of samples in each bin."""
 
 WITHOUT_GINI = ("advantage", "age", "prompt_tokens")
-"""Numbers that have no Gini coefficient in `step_stats` either."""
+"""Numbers without a Gini coefficient, as in `step_stats`."""
 
 NUM_BINS = 20
-"""Bins of a histogram, the same number as in `step_stats`."""
+"""Bins of a histogram, equal to the number in `step_stats`."""
 
 TEXT = 4000
-"""Characters of a prompt and an answer of an eval in a list."""
+"""Characters of an eval's prompt and completion in a list."""
 
 
 def distribution(
     store: RunStore, metric: str, environment: str, tag: str = "", *, histogram: bool = False
 ) -> dict[str, list[Any]]:
-    """Returns the distribution of a number, a row per step.
+    """Returns the distribution of a number, with one row per step.
 
-    An empty `environment` means all samples; `tag` (`name=value`) chooses those with that tag. Steps without recorded
-    statistics, and all steps of a tag or of a number without any, are computed from the samples. Raises `UserError` for
-    an unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
+    An empty `environment` means all samples; `tag` (`name=value`) selects samples with that tag. For tags, and for
+    numbers or steps without recorded statistics, the rows are computed from the samples. Raises `UserError` for an
+    unknown metric or a malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
     _, tags = Filters(tag=[tag] if tag else []).conditions()
     chosen = " AND ".join(tags.values()) or "true"
@@ -55,7 +55,7 @@ def distribution(
 
 
 def _computed(metric: str, where: str, histogram: bool) -> str:
-    """Returns a query that computes from the samples what `step_stats` records."""
+    """Returns a query that computes the statistics of `step_stats` from the samples."""
     name = metric.removeprefix("discarded/")
     if name.startswith("sample_metrics/"):
         value = f"metrics[{sql_text(name.removeprefix('sample_metrics/'))}]"
@@ -71,7 +71,7 @@ def _computed(metric: str, where: str, histogram: bool) -> str:
     )
     quantiles = ", ".join(f"quantile_cont(x, {p / 100}) AS p{p}" for p in (5, 25, 50, 75, 95))
     moments = "count(x) AS n, avg(x) AS mean, coalesce(stddev_samp(x), 0) AS std, min(x) AS min, max(x) AS max"
-    # The bins of equal values are widened.
+    # If all values are equal, the bins are widened.
     pad = "CASE WHEN max(x) > min(x) THEN 0 ELSE greatest(0.5, 1e-6 * abs(min(x))) END"
     stats = f"SELECT step, {moments}, {quantiles}, min(x) - {pad} AS low, max(x) + {pad} AS high FROM v GROUP BY step"
     with_gini = name == metric and name not in WITHOUT_GINI
@@ -96,7 +96,7 @@ _GINI = (
     f"(SELECT step, attempt, group_id, x - least(0, min(x) OVER ({_GROUP})) AS x, "
     f"row_number() OVER ({_GROUP} ORDER BY x) AS place FROM v) GROUP BY step, attempt, group_id) GROUP BY step"
 )
-"""Mean Gini coefficient of the groups of a step; the values of a group with a negative one are shifted."""
+"""Mean Gini coefficient of a step's groups. If a group has a negative value, its values are shifted."""
 
 _BINS = (
     f"SELECT step, list_transform(range({NUM_BINS}), lambda bin: coalesce(counts[bin], 0)::INTEGER) AS histogram "
@@ -114,7 +114,7 @@ KNOWN = (
 
 
 def evals(store: RunStore) -> list[Row]:
-    """Returns the evals of a run, in the order of their steps."""
+    """Returns the evals of a run, ordered by step."""
     visible = store.visible()
     store.refresh("evals")
     rows = store.rows(f"SELECT * REPLACE ({KNOWN}) FROM evals WHERE {visible} ORDER BY step, number, attempt")
@@ -124,8 +124,7 @@ def evals(store: RunStore) -> list[Row]:
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
     """Returns the answers of one eval by item. `score` is the eval's metric, or None for a failed answer.
 
-    A retried answer replaces the failed one. Answers without a row in `samples` are left out. Raises
-    `NotFoundError`.
+    A retried answer replaces the failed answer. Omits answers without a row in `samples`. Raises `NotFoundError`.
     """
     visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")

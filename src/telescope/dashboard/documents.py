@@ -1,7 +1,7 @@
-"""JSON documents that the user of the dashboard keeps: layouts, columns, tags, and notes of runs.
+"""Stores JSON documents of the dashboard's user: layouts, columns, tags, and notes on runs.
 
-Owns the folder, `telescope/dashboard` in the user's config folder, and the files in it. Does not own what a document
-holds: the pages do. Nothing is written into a run.
+Owns the folder, `telescope/dashboard` in the user's config folder, and the files in it. The pages own the contents of
+documents. Nothing is written into a run.
 
 Invariants: the name of a file is a digest of the document's name and the run's id, so no input becomes a path. A
 document is replaced as a whole, and only by a writer that has read the newest version.
@@ -21,10 +21,10 @@ from telescope.record.files import read_json, replace_file
 from telescope.utils.text import home_folder
 
 MAX_BYTES = 256 * 2**10
-"""Size of one document. Notes of a run are a few KiB."""
+"""Most bytes of one document. Notes on a run are a few KiB."""
 
 MAX_DOCUMENTS = 10_000
-"""Documents of one user, so that a page in a loop does not fill the disk."""
+"""Most documents of one user, so that a page in a loop does not fill the disk."""
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 
@@ -33,7 +33,7 @@ NO_VERSION = ""
 
 
 class ConflictError(UserError):
-    """The document was changed since the writer read it."""
+    """Raised if the document has changed since the writer read it."""
 
 
 class Document(BaseModel):
@@ -56,7 +56,7 @@ class Documents:
         self._lock = threading.Lock()
 
     def read(self, name: str, run_id: str = "") -> Document:
-        """Returns a document of the user, or of a run. Raises `UserError` for a name that none can have."""
+        """Returns a document of the user or of a run. Raises `UserError` for an invalid name."""
         path = self._path(name, run_id)
         try:
             kept = read_json(path)
@@ -67,10 +67,10 @@ class Documents:
         return Document(value=kept["value"], version=_digest(kept["value"]))
 
     def write(self, name: str, value: Any, version: str, run_id: str = "") -> Document:
-        """Replaces the document that has this version. A value of None removes it.
+        """Replaces the document if it has this version. A value of None removes it.
 
-        Raises `ConflictError` if there is another version by now, `UserError` if the document is too large, there are
-        too many or the folder cannot be written.
+        Raises `ConflictError` if the version has changed, and `UserError` if the document is too large, there are too
+        many documents, or the folder cannot be written.
         """
         path = self._path(name, run_id)
         content = json.dumps({"name": name, "run": run_id, "value": value}, indent=1).encode()

@@ -1,7 +1,7 @@
-"""Server-sent events of runs: which tables grew, and changes of status.
+"""Sends server-sent events about runs: growing tables and changes of status.
 
-One stream serves all runs of a page, because a browser opens six connections to a server at most. An event's id has the
-number of rows of each table, so that a page that reconnects gets what it missed and nothing else.
+One stream serves all runs of a page, because a browser opens at most six connections to a server. An event's id has the
+number of rows of each table, so that a page that reconnects gets exactly the events that it missed.
 """
 
 import asyncio
@@ -19,31 +19,31 @@ from telescope.record.reader import Run
 from telescope.record.tables import TABLES
 
 LIVE_SECONDS = 1.0
-"""Time between two looks at the folders of a live run. A run flushes every 2 seconds."""
+"""Time between two polls of a live run's folders. A run flushes every 2 seconds."""
 
 ENDED_SECONDS = 5.0
-"""The same for a run that has ended, and may be resumed."""
+"""Time between two polls of an ended run, which may be resumed."""
 
 KEEPALIVE_SECONDS = 10.0
-"""Time between two events without content: proxies keep the connection open, and a page notices a server that hangs."""
+"""Time between two empty events, which keep the connection open in proxies and show a page that the server works."""
 
 RETRY_MILLISECONDS = 1000
 
 IN_FLIGHT = "in_flight"
 
 REMOVED = "removed"
-"""Status of a run whose folder was removed or moved. A page reads the run again when its status changes."""
+"""Status of a run whose folder was removed or moved. A page reads a run again when its status changes."""
 
 
 class TableSizes:
-    """Counts the rows of each table of a run. Lists a folder again only if it changed."""
+    """Counts the rows of each table of a run. Lists a folder again only if it has changed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen: dict[str, tuple[int, int]] = {}
 
     def read(self) -> dict[str, int]:
-        """Returns the number of rows of each table that exists."""
+        """Returns the number of rows of each existing table."""
         for name in TABLES:
             folder = self._run.files.table(name)
             try:
@@ -54,7 +54,7 @@ class TableSizes:
                 self._seen[name] = (modified, self._run.num_rows(name))
         sizes = {name: rows for name, (_, rows) in self._seen.items()}
         with suppress(OSError):
-            # No table: a file that is replaced. Its time stands for its rows.
+            # This is a replaced file, not a table, so its time replaces the number of rows.
             sizes[IN_FLIGHT] = self._run.files.in_flight.stat().st_mtime_ns
         return sizes
 
@@ -65,7 +65,7 @@ async def run_events(
     is_gone: Callable[[], Awaitable[bool]],
     copies: Mapping[str, RunCopy] | None = None,
 ) -> AsyncIterator[bytes]:
-    """Yields the events of some runs until the page is gone. `copies` are those of runs on W&B."""
+    """Yields the events of some runs until the page is gone. `copies` are the copies of runs on W&B."""
     copies = copies or {}
     shown: dict[str, RemoteCopy] = {}
     sizes = {run_id: TableSizes(run) for run_id, run in runs.items()}
@@ -80,7 +80,7 @@ async def run_events(
             before = sent.get(run_id, {})
             grown = {name: rows for name, rows in now.items() if before.get(name) != rows}
             sent[run_id] = now
-            # First, because a page need not read the tables of an ended run again when it learns their sizes.
+            # First, because a page that gets the sizes of an ended run need not read its tables again.
             if state != states.get(run_id):
                 states[run_id] = state
                 yield _event("status", {"run": run_id, "status": state}, format_id(sent))
@@ -107,7 +107,7 @@ def _look(sizes: TableSizes, run: Run) -> tuple[dict[str, int], str]:
 
 
 Sizes = dict[str, int]
-"""Rows of the tables of a run."""
+"""Number of rows of each table of a run."""
 
 
 def format_id(sizes: Mapping[str, Sizes]) -> str:
@@ -116,7 +116,7 @@ def format_id(sizes: Mapping[str, Sizes]) -> str:
 
 
 def parse_id(text: str | None) -> dict[str, Sizes]:
-    """Reads what `format_id` wrote. Anything else is ignored."""
+    """Parses an id from `format_id`. Returns an empty dictionary for anything else."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Sizes])
     except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""A run as one HTML file: the pages of the dashboard with the answers of the API that they need.
+"""Exports a run as one HTML file with the dashboard's pages and the API responses that they need.
 
-Owns which part of a run the file holds, and how pages and data become one file that opens without a server. Invariants:
-the file has at most the numbers below, whatever the size of the run, and names what it leaves out. It loads nothing
-from the network, and nothing in an answer of the model can run.
+Owns the choice of exported data, and the format of a file that opens without a server. Invariants: the constants below
+limit the file for runs of any size, and the file names what it leaves out. It loads nothing from the network, and
+cannot run code in a completion.
 """
 
 import base64
@@ -27,27 +27,27 @@ from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 
 MAX_STEPS = 1500
-"""Steps in the file; of more, every n-th one."""
+"""Most steps in the file. If a run has more, evenly spaced steps are exported."""
 
 MAX_DISTRIBUTIONS = 40
-"""Numbers of samples whose distribution is in the file."""
+"""Most sample numbers whose distributions are in the file."""
 
 ANSWER_STEPS = 10
 GROUPS = 6
 SAMPLES = 8
-"""At most `ANSWER_STEPS` steps, `GROUPS` groups per step and `SAMPLES` answers per group are exported."""
+"""At most `ANSWER_STEPS` steps, `GROUPS` groups per step and `SAMPLES` completions per group are exported."""
 
 MAX_TEXT = 20_000
-"""Most characters of one text; the rest is cut."""
+"""Characters after which a text is cut."""
 
 MAX_BYTES = 8 * 2**20
-"""Limit for the answers of training, and again for the answers of evals, before compression."""
+"""Size limit of the training completions, and again of the eval completions, before compression."""
 
 DIGITS = 6
-"""Significant digits of the numbers of steps and distributions."""
+"""Significant digits of numbers in steps and distributions."""
 
 UNSAFE_CHARACTERS = "!'()*"
-"""Characters that JavaScript's `encodeURIComponent` leaves as they are, besides those of `quote`."""
+"""Characters that JavaScript's `encodeURIComponent` keeps, in addition to those that `quote` keeps."""
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; font-src data:; "
@@ -66,7 +66,7 @@ _SCHEME = "telescope/"
 
 
 def export_run(registry: Registry, run_id: str, static: Path, now: float | None = None) -> bytes:
-    """Returns the file. Raises `NotFoundError` for an unknown run, `UserError` if the pages are not built."""
+    """Exports a run as HTML. Raises `NotFoundError` for an unknown run, `UserError` if the pages are not built."""
     content = content_of(registry, run_id, time.time() if now is None else now)
     entry, modules, style = _pages(static)
     payload = {"entry": entry, "modules": modules, "style": style, "content": content}
@@ -84,7 +84,7 @@ def export_run(registry: Registry, run_id: str, static: Path, now: float | None 
 
 
 def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
-    """Returns what the pages need: answers by address, examples of answers, and what is left out."""
+    """Returns the data of the pages: API responses by address, example completions, and a list of what is left out."""
     store = registry.store(run_id)
     left_out: list[str] = []
     info = runs.run_info(registry, run_id)
@@ -125,14 +125,14 @@ def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
 
 
 def address(path: str, **query: str) -> str:
-    """Returns the key of an answer, as the pages make it: parameters that are set, by name."""
+    """Returns the key of an API response as the pages compute it, with non-empty parameters sorted by name."""
     text = urlencode(sorted((name, value) for name, value in query.items() if value))
     text = text.replace("~", "%7E").replace("%2A", "*")  # as URLSearchParams writes them
     return f"{path}?{text}" if text else path
 
 
 def _color(key: str) -> dict[str, Any]:
-    """Returns the color that the run has on the pages."""
+    """Returns the run's color on the pages, if the user chose one."""
     try:
         kept = Documents(user_folder()).read("colors").value
     except UserError:
@@ -155,7 +155,7 @@ def _code(store: RunStore, left_out: list[str]) -> dict[str, Any]:
 
 
 def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any]:
-    """Returns the distributions that the charts of metrics show, by address."""
+    """Returns the distributions for the charts of metrics, by address."""
     store.refresh("step_stats")
     found = store.fetch(
         "SELECT DISTINCT metric, coalesce(environment, '') AS environment FROM step_stats "
@@ -173,7 +173,7 @@ def _distributions(store: RunStore, base: str, steps: set[int]) -> dict[str, Any
 
 
 def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: list[str]) -> dict[str, Any]:
-    """Returns answers of evals until the limit, beginning with the first and last result of each eval."""
+    """Returns completions of evals up to the size limit. Each eval's first and last result come first."""
     finished = [row for row in evals if row["status"] == "finished"]
     first = {row["name"]: row for row in reversed(finished)}
     last = {row["name"]: row for row in finished}
@@ -195,7 +195,7 @@ def _eval_answers(store: RunStore, base: str, evals: Sequence[Row], left_out: li
 
 
 def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dict[str, Any]:
-    """Returns groups of some steps, and the whole conversations of their answers."""
+    """Returns groups of some steps, and their samples' conversations."""
     chosen = [steps[place] for place in _evenly(len(steps), ANSWER_STEPS)]
     kept = [(step, _few_groups(rollouts.groups(store, step))) for step in chosen]
     keys = [(group["attempt"], sample["id"]) for _, groups in kept for group in groups for sample in group["samples"]]
@@ -212,7 +212,7 @@ def _examples(store: RunStore, steps: Sequence[int], left_out: list[str]) -> dic
 
 
 def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns some groups: kept ones from the highest reward to the lowest, and a discarded one."""
+    """Selects a few groups: kept groups from the highest to the lowest reward, and one discarded group."""
     kept = [group for group in groups if group["status"] == "kept"]
     trained = sorted(kept, key=lambda group: -(group["reward_mean"] or 0.0))
     others = [group for group in groups if group["status"] != "kept"][:1]
@@ -221,7 +221,7 @@ def _few_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(value: Any) -> Any:
-    """Returns a value whose texts have at most `MAX_TEXT` characters."""
+    """Returns the value with all texts cut to `MAX_TEXT` characters."""
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}… ({len(value) - MAX_TEXT} more characters)"
     if isinstance(value, dict):
@@ -230,7 +230,7 @@ def _cut(value: Any) -> Any:
 
 
 def _evenly(number: int, most: int) -> list[int]:
-    """Returns at most `most` places of a list, evenly. The first and the last are among them."""
+    """Returns at most `most` evenly spaced indices below `number`, including the first and the last."""
     return np.linspace(0, number - 1, min(number, most)).round().astype(int).tolist()
 
 
@@ -243,7 +243,7 @@ def _rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def _pages(static: Path) -> tuple[str, dict[str, str], str]:
-    """Returns the name of the first module, all modules that it leads to, and the styles with their fonts."""
+    """Returns the name of the first module, all modules that it imports, and the styles with their fonts."""
     index = static / "index.html"
     entry = _ENTRY.search(index.read_text()) if index.is_file() else None
     if entry is None:

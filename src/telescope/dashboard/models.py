@@ -1,4 +1,4 @@
-"""What the API returns of runs, their code and configs (`row_models` has the rest). Times are Unix seconds."""
+"""Models of API responses about runs, their code and configs; `row_models` has the others. Times are Unix seconds."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ TYPES: dict[pa.DataType, Any] = {
 
 
 def columns_of(table: str, *, known: str = "", names: str = "") -> Callable[[type[Model]], type[Model]]:
-    """Adds columns of a table to a model, by default all. Only `known` ones and maps are never null."""
+    """Adds columns of a table to a model, by default all. Only `known` columns and maps are never null."""
     chosen = names.split() or TABLES[table].column_names
 
     def extend(model: type[Model]) -> type[Model]:
@@ -36,9 +36,9 @@ def columns_of(table: str, *, known: str = "", names: str = "") -> Callable[[typ
 
 
 def to_json(value: Any) -> bytes:
-    """Encodes a response as JSON: NaN and infinity as null, numpy's arrays and numbers as lists and numbers.
+    """Encodes a response as JSON: NaN and infinity as null, numpy arrays and numbers as lists and numbers.
 
-    Halves of surrogate pairs, which a name may have and UTF-8 cannot, become question marks.
+    Replaces lone surrogates, which names may contain but UTF-8 cannot, by question marks.
     """
     try:
         return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)

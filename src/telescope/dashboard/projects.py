@@ -1,7 +1,7 @@
 """Chooses the W&B projects that are shown: named on the command line, found with the user's key, or added on the page.
 
-Owns the list of projects. The page keeps the user's choice in the document `projects`: `added` and `removed`, lists of
-ENTITY/PROJECT. Does not own the runs of a project (`remote`).
+Owns the list of projects. The page stores the user's choice in the document `projects`, with `added` and `removed` as
+lists of ENTITY/PROJECT. Does not own the runs of a project (`remote`).
 """
 
 import re
@@ -19,17 +19,17 @@ DOCUMENT = "projects"
 PATH = re.compile(r"[\w.-]+/[\w.-]+")
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at what the user chose."""
+"""Time between two checks of the user's choice."""
 
 FIND_SECONDS = 600.0
-"""Time between two searches for projects. Each asks about every project of the user."""
+"""Time between two searches for projects. Each search asks the server about every project of the user."""
 
 RETRY_SECONDS = 30.0
-"""The same after a failure, such as a missing key."""
+"""Time until the next search after a failure, such as a missing key."""
 
 
 class Projects:
-    """Updates `remotes`, which the registry of runs shares, with found and chosen projects. Must be closed."""
+    """Updates `remotes`, which the registry shares, with found and chosen projects. Must be closed."""
 
     def __init__(self, remotes: list[WandbRuns], kept: Documents) -> None:
         self.remotes = remotes
@@ -53,7 +53,7 @@ class Projects:
             remote.close()
 
     def rows(self) -> dict[str, Any]:
-        """Returns the projects for the page, which can change them after `start`."""
+        """Returns the projects for the page. After `start`, the page can change them."""
         _, removed, problem = self._chosen()
         shown = [(remote.project.path, remote.num_runs, remote.problem) for remote in list(self.remotes)]
         return {
@@ -64,7 +64,7 @@ class Projects:
         }
 
     def _chosen(self) -> tuple[list[str], list[str], str | None]:
-        """Returns what the user added and removed, and why it cannot be read, if so."""
+        """Returns the projects that the user added and removed, and why they cannot be read, if so."""
         value, problem = None, None
         try:
             value = self._kept.read(DOCUMENT).value

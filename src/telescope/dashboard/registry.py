@@ -1,11 +1,11 @@
-"""The runs that the server shows, by id, and the folders that it could not read.
+"""Finds the runs that the server shows, and reports folders that cannot be read.
 
-Owns ids, the cache of listed runs, which runs stay open, and the fields of runs that a list shows
-(`config.learning_rate`, `last.entropy`, `eval.math500`). A run is found below the roots only: an id is looked up, never
-turned into a path.
+Owns ids, the cache of listed runs, the choice of runs that stay open, and the fields of runs that a list shows
+(`config.learning_rate`, `last.entropy`, `eval.math500`). Runs are found only below the roots, because an id is looked
+up and never becomes a path.
 
-Invariant: listing reads small files and two columns, again only when files changed, and opens no database, so that a
-folder may hold hundreds of runs.
+Invariant: listing reads only small files and two columns, reads them again only if they have changed, and opens no
+database, so that a folder may contain hundreds of runs.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ SEARCH_SECONDS = 5.0
 """How long a list of the folders is used before the roots are searched again."""
 
 SEPARATOR = "~"
-"""Replaces the slash in ids, so that an id is one part of an address."""
+"""Replaces the slash in ids, so that an id is one segment of an address."""
 
 
 MAX_OPENED = 8
-"""Runs whose tables stay in memory."""
+"""Number of runs whose tables stay in memory."""
 
 IDLE_SECONDS = 60.0
-"""A run that was asked for more recently stays open, because a request may still be reading it."""
+"""A run used within this time stays open, because a request may still be reading it."""
 
 MOST_NAMED = 5
-"""Files of a run that are named in the list of runs; its own pages name all."""
+"""Number of unreadable files that the list of runs names for each run. The run's own pages name all."""
 
 LINE_POINTS = 40
-"""Points of the small curve of rewards in the list of runs."""
+"""Points of the small reward curve in the list of runs."""
 
 
 CONFIG, LAST, EVAL = "config.", "last.", "eval."
@@ -61,17 +61,17 @@ BOOKKEEPING = frozenset(
         *("inference_base_port", "otlp_receiver_port"),
     }
 )
-"""Settings that say where a run is and what it is called, not what it does."""
+"""Settings that name or place a run but do not change its behavior."""
 
 MOST_EXAMPLES = 4
-"""Values of a field that the choice of columns shows."""
+"""Example values of a field in the choice of columns."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A run as the list of runs shows it. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
+    """A run in the list of runs. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
 
-    `heldout` is what `heldout_of` returns.
+    `heldout` is the result of `heldout_of`.
     """
 
     run: Run
@@ -84,7 +84,7 @@ class Listing:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """All fields of the run, see `values_of`."""
+        """Returns all fields of the run, see `values_of`."""
         return values_of(self.run, self.config)
 
 
@@ -106,7 +106,7 @@ class Registry:
         return [*self._folders, *(remote.root for remote in list(self.remotes))]
 
     def stores(self) -> dict[str, RunStore]:
-        """Returns the runs by id. Searches the roots again when the last search is some seconds old."""
+        """Returns the runs by id. Searches the roots again if the last search is older than `SEARCH_SECONDS`."""
         with self._lock:
             if time.monotonic() - self._searched >= SEARCH_SECONDS:
                 self._search()
@@ -114,7 +114,7 @@ class Registry:
             return self._stores
 
     def store(self, run_id: str) -> RunStore:
-        """Returns a run that a page shows: a copy is made complete. Raises `NotFoundError`."""
+        """Returns a run that a page shows, and starts to complete it if it is a copy. Raises `NotFoundError`."""
         found = self.find(run_id)
         run_dir = found.run.files.run_dir
         if (copy := self.copy_in(run_dir)) is not None:
@@ -124,17 +124,17 @@ class Registry:
         return found
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
-        """Returns the copy in a folder. None: the run is no copy."""
+        """Returns the copy in a folder, or None if the run is no copy."""
         copies = (remote.copy_in(run_dir) for remote in list(self.remotes))
         return next((copy for copy in copies if copy is not None), None)
 
     def find(self, run_id: str) -> RunStore:
-        """Returns a run as it is here. Raises `NotFoundError`."""
-        # A search replaces the dictionary, so a run that is known does not wait for one.
+        """Returns a run as far as it is on this machine. Raises `NotFoundError`."""
+        # A search replaces the dictionary, so a request for a known run does not wait for a search.
         found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
             raise NotFoundError(f"There is no run {run_id!r} here. The page of runs lists them.")
-        # With this one, `MAX_OPENED` runs stay open. Those that were used longest ago are closed.
+        # Including this run, `MAX_OPENED` runs stay open. The least recently used ones are closed.
         opened = [store for store in list(self._stores.values()) if store.is_open and store is not found]
         opened.sort(key=lambda store: store.used_at, reverse=True)
         for store in opened[MAX_OPENED - 1 :]:
@@ -144,7 +144,7 @@ class Registry:
 
     @property
     def problems(self) -> list[dict[str, str]]:
-        """Folders that could not be read, and why."""
+        """Folders that could not be read, with the reasons."""
         with self._lock:
             found = dict(self._problems)
             runs = [store.run for store in self._stores.values()]
@@ -178,7 +178,7 @@ class Registry:
         return self._listing(run_id, self.find(run_id).run)
 
     def _listing(self, run_id: str, run: Run) -> Listing:
-        """Reads a run, unless its files are unchanged. The files of a live run change with each heartbeat."""
+        """Reads a run unless its files are unchanged. The files of a live run change with each heartbeat."""
         files = run.files
         tables = (files.table("steps"), files.table("evals"))
         state = tuple(map(_modified, (files.config, files.run_json, files.summary, files.heartbeat, *tables)))
@@ -226,7 +226,7 @@ class Registry:
 
 
 def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Returns the resolved config and the user's own fields. Empty if it cannot be read."""
+    """Returns the resolved config and the names of fields that the user set. Empty if it cannot be read."""
     rows, _ = run.rows_since("runs", 0, ["config_json"])
     recorded = json_object(next((text for text in reversed(rows["config_json"].to_pylist()) if text), None))
     if isinstance(recorded.get("values"), dict):
@@ -239,7 +239,7 @@ def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
 
 
 def json_object(text: str | None) -> dict[str, Any]:
-    """Returns a JSON object, empty for any other text."""
+    """Parses a JSON object. Returns an empty dictionary for any other text."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
@@ -248,7 +248,7 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 
 def _line(values: pa.ChunkedArray) -> list[float | None]:
-    """Returns the means of at most `LINE_POINTS` parts of a column. None: a part without values."""
+    """Returns the means of at most `LINE_POINTS` parts of a column, None for parts without finite values."""
     whole = values.to_numpy(zero_copy_only=False).astype(float)
     parts = np.array_split(whole, min(LINE_POINTS, len(whole))) if len(whole) else []
     means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else None for part in parts]
@@ -283,19 +283,19 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def heldout_of(run: Run) -> dict[int, float]:
-    """Returns the accuracies of the run's first held-out eval (else of its first) by the number of finished steps."""
+    """Returns accuracies by the number of finished steps, for the run's first held-out eval or else its first eval."""
     names = ["attempt", "step", "source", "number", "name", "held_out", "version", "accuracy"]
     rows, _ = run.rows_since("evals", 0, names)
     if rows.num_rows:
         rows = rows.filter(pc.invert(superseded(rows, run.cutoffs())))
     own = [row for row in rows.to_pylist() if row["accuracy"] is not None and row["source"] != "standalone"]
-    own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable: keeps the order of attempts
+    own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable, so it keeps the order of attempts
     first = [own[0][name] for name in ("number", "name")] if own else []
     return {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
 
 
 def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns every field of any run, with its numbers of runs and values, and examples."""
+    """Returns the fields of all runs, with the numbers of runs and of distinct values, and examples."""
     found: dict[str, dict[str, Any]] = {}
     numbers: dict[str, int] = {}
     for fields in runs:
@@ -309,7 +309,7 @@ def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def experiment(config: Mapping[str, Any]) -> str:
-    """Returns the same text for runs of one experiment. Their settings differ in the seed and bookkeeping alone."""
+    """Returns a text that is equal for runs whose settings differ only in the seed and bookkeeping."""
     kept = {name: value for name, value in config.items() if name != SEED and name not in BOOKKEEPING}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,14 +1,14 @@
-"""Copies of the runs of a W&B project, in the user's cache folder and in the layout of run directories.
+"""Copies the runs of a W&B project to the user's cache folder, in the layout of run directories.
 
     WandbRuns (a thread)  every few seconds: the list of runs --> a folder per run with run.json, config.yaml
     RunCopy (a thread per opened run)  files that differ from W&B's --> that folder; again while the run is live
 
-Owns the cache, when W&B is asked, and how far each copy is. Pages read the copies like any other run. Does not own the
-questions to W&B (`wandb_runs`).
+Owns the cache, the times of requests to W&B, and the progress of each copy. Pages read the copies like any other run.
+Does not own the requests to W&B (`wandb_runs`).
 
-Invariants: a file of a copy is replaced as a whole. The files of a table come in the order of their rows, and replaced
-ones go after their successors have come, so a reader of a copy sees what a reader of the run would. Without W&B the
-copies stay as they are.
+Invariants: a file of a copy is replaced as a whole. The files of a table are downloaded in the order of their rows, and
+replaced files are removed after their successors have arrived, so that a copy looks like the run to a reader. Without
+W&B the copies stay unchanged.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from telescope.trackers.wandb_files import FOLDER, MANIFEST
 from telescope.utils.text import home_folder, listed
 
 LIST_SECONDS = 15.0
-"""Time between two looks at the list of runs."""
+"""Time between two requests for the list of runs."""
 
 LIVE_SECONDS = 5.0
-"""Time between two looks at the files of a live run."""
+"""Time between two requests for the files of a live run."""
 
 IDLE_SECONDS = 600.0
-"""A run that no page has asked for so long is no longer kept up to date."""
+"""A run that no page has requested for this long is no longer updated."""
 
 SHOWN_BYTES = 4_000_000
-"""Progress of larger updates of a complete copy is shown; a live run brings some bytes every few seconds."""
+"""For a complete copy, the progress of larger updates is shown. A live run adds a few bytes every few seconds."""
 
 MOST_NAMED = 5
-"""Runs of another layout that are named in the list of problems."""
+"""Number of runs with another layout that the list of problems names."""
 
 NUM_DOWNLOADS = 4
-"""Files of one run that are downloaded at once, of different tables."""
+"""Files of different tables of one run that are downloaded at once."""
 
 STATE_NAME = "wandb_copy.json"
-"""File in the folder of a copy: its state, and which version of each file it has."""
+"""File in a copy's folder with the copy's state and the version of each file."""
 
 Phase = Literal["listed", "syncing", "synced", "failed"]
 
@@ -66,11 +66,11 @@ class RemoteCopy:
 
     phase: Phase
     source: str
-    """Where it comes from: `W&B entity/project`."""
+    """Origin of the copy: `W&B entity/project`."""
     done_bytes: int = 0
     total_bytes: int = 0
     message: str | None = None
-    """Why it failed, or why it may be old."""
+    """Why the copy failed, or why it may be old."""
 
 
 def cache_folder() -> Path:
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turns an `OSError` into a `UserError` with the folder."""
+    """Turns an `OSError` into a `UserError` that names the folder."""
     try:
         yield
     except OSError as error:
@@ -97,7 +97,7 @@ class WandbRuns:
         """Why the list may be old, or None."""
         self._copies: dict[str, RunCopy] = {}
         self._others: dict[str, str] = {}
-        """Names of runs that have no record of ours, by id."""
+        """Names of runs without a record of Telescope, by id."""
         self._newest = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_listing, name="telescope-wandb-list", daemon=True)
@@ -110,13 +110,13 @@ class WandbRuns:
 
     @property
     def num_runs(self) -> int:
-        """The number of runs of Telescope."""
+        """The number of Telescope runs."""
         return len(self._copies)
 
     def start(self, *, must_answer: bool = True) -> None:
         """Lists the runs, and updates the list until it is closed.
 
-        With `must_answer`, raises `UserError` if W&B cannot be asked, or the cache cannot be written, and there are no
+        With `must_answer`, raises `UserError` if W&B cannot be reached or the cache cannot be written, unless there are
         copies to show.
         """
         for folder in self.root.iterdir() if self.root.is_dir() else ():
@@ -126,13 +126,13 @@ class WandbRuns:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the threads at their next step."""
+        """Ends the threads when they have finished their current step."""
         self._closing.set()
         for copy in list(self._copies.values()):
             copy.close()
 
     def copy_in(self, run_dir: Path) -> RunCopy | None:
-        """Returns the copy in a folder. None: the run is from elsewhere."""
+        """Returns the copy in a folder, or None if the run is not from this project."""
         return self._copies.get(run_dir.name) if run_dir.parent == self.root else None
 
     def _keep_listing(self) -> None:
@@ -196,11 +196,11 @@ class RunCopy:
 
     @property
     def is_running(self) -> bool:
-        """Returns whether the run goes on, as far as W&B knows."""
+        """Returns whether the run is still running according to W&B."""
         return self._remote.get("state") == "running"
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the numbers that W&B has of the run. The list of runs shows them while the tables are not here."""
+        """Returns W&B's numbers of the run, which the list of runs shows until the tables are here."""
         summary = {} if self._is_complete else self._remote.get("summary") or {}
         step = summary.get("step")
         last = step.get("max") if isinstance(step, dict) else step
@@ -213,7 +213,7 @@ class RunCopy:
         return {name: value for name, value in known.items() if isinstance(value, int | float)}
 
     def take_over(self, run: RemoteRun) -> None:
-        """Takes over what the list of runs has. Without a record here, writes it as the record of the run."""
+        """Takes over a run from the list of runs. If there is no record here, writes one."""
         before, self._remote = self._remote, {"state": run.state, "summary": run.summary}
         if self._versions:
             return
@@ -239,7 +239,7 @@ class RunCopy:
             self._write_kept()
 
     def open(self) -> None:
-        """Completes the copy in a thread, and keeps it current. Returns at once."""
+        """Completes the copy in a thread and keeps it up to date. Returns at once."""
         with self._lock:
             self._asked_at = time.monotonic()
             if self._thread is not None and self._thread.is_alive():
@@ -250,7 +250,7 @@ class RunCopy:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the files that are being downloaded."""
+        """Ends the thread after its current downloads."""
         self._closing.set()
 
     def _may_change(self) -> bool:
@@ -275,7 +275,7 @@ class RunCopy:
     def _sync(self) -> None:
         files = self._project.files(self._files.run_dir.name)
         if (files is None or MANIFEST not in files) and self.is_running:
-            return  # it has just started
+            return  # the run has just started
         if files is None or MANIFEST not in files:
             raise WandbError(
                 "This run has no record on W&B: wandb_upload_record was false, or it was offline and is not uploaded "
@@ -298,7 +298,7 @@ class RunCopy:
                 return
             num_missing = len(sizes) - len(there)
             if num_missing == 0:
-                for name in self._versions.keys() - sizes.keys():  # the record of the run lacks it
+                for name in self._versions.keys() - sizes.keys():  # the run's record no longer has it
                     (self._files.run_dir / name).unlink(missing_ok=True)
                     del self._versions[name]
                 self._is_complete = True
@@ -309,7 +309,7 @@ class RunCopy:
         self.state = RemoteCopy("synced", self.state.source, message=message)
 
     def _download_all(self, wanted: dict[str, RemoteFile], staging: Path) -> None:
-        """Downloads files, small tables first. Those of one table come in the order of their rows."""
+        """Downloads files, small tables first, and the files of one table in the order of their rows."""
         total = sum(file.size for file in wanted.values())
         if not self._is_complete or total > SHOWN_BYTES:
             self.state = RemoteCopy("syncing", self.state.source, 0, total)

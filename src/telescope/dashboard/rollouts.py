@@ -1,6 +1,6 @@
-"""Groups, one sample with everything about it, and samples in flight: plain data for the API.
+"""Returns groups, whole samples, and samples in flight as plain data for the API.
 
-Tokens are decoded by the run's tokenizer, which is looked for on this machine alone.
+The run's tokenizer decodes tokens. It is searched for on this machine only.
 """
 
 from collections import defaultdict
@@ -23,20 +23,21 @@ IN_FLIGHT = (
 
 TOKEN_ARRAYS = ("token_ids", "logprobs", "trainer_logprobs", "entropies", "versions", "mask")
 TOKEN_COLUMNS = {"logprobs": "engine_logprobs", "mask": "trained"}
-"""Arrays of an answer's tokens, and those whose columns in `tokens` have other names."""
+"""Arrays of a completion's tokens, with the columns in `tokens` if their names differ."""
 
 AROUND_SECONDS = 1.0
-"""Clocks of engine and driver differ by less."""
+"""The clocks of engine and driver differ by less than this."""
 
 TOKENIZER = "tokenizer.json"
 NUM_TOKENIZERS = 4
-"""Tokenizers that are kept in memory; one of a large vocabulary takes about 50 MB."""
+"""Tokenizers that stay in memory. A large vocabulary takes about 50 MB."""
 
 
 def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
     """Returns the groups of a step with their samples of that step.
 
-    A prompt that was requeued at the step has no row in `groups` until its outcome is final: its samples are its group.
+    A prompt that was requeued at the step has no row in `groups` until its outcome is final, so its samples form the
+    group.
     """
     visible = store.visible()
     store.refresh("groups", "samples")
@@ -77,12 +78,12 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
 
 
 def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
-    """Returns everything about a sample. Raises `NotFoundError` if there is none or a later attempt superseded it."""
+    """Returns all data of a sample. Raises `NotFoundError` if it does not exist or a later attempt superseded it."""
     key = (attempt, sample_id)
     if (sample := store.conversations([key], store.visible()).get(key)) is None:
         raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
     sequences = store.of_samples("tokens", [key], f"step = {sample['step']}")[key]
-    # A span of the sample starts within its times.
+    # A sample's spans start between its start and its end.
     begin, end = sample["started_at"], sample["finished_at"]
     near = [f"start >= {begin - AROUND_SECONDS}"] if begin is not None else []
     near += [f"start <= {end + AROUND_SECONDS}"] if end is not None else []
@@ -96,7 +97,7 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
 
 
 def assemble(sample: Row, spans: Sequence[Row]) -> dict[str, Any]:
-    """Returns a whole sample as the pages read it."""
+    """Returns a whole sample in the form that the pages read."""
     ordered = sorted(spans, key=itemgetter("start"))
     listed = conversations(sample["turns"])
     return {
@@ -118,15 +119,15 @@ def assemble(sample: Row, spans: Sequence[Row]) -> dict[str, Any]:
 
 
 def in_flight(store: RunStore) -> list[Row]:
-    """Returns the samples that are being generated, the longest first. Empty unless the run is live."""
+    """Returns the samples that are being generated, longest first. Empty unless the run is live."""
     rows = store.run.in_flight().select(list(IN_FLIGHT)).to_pylist()
     return sorted(rows, key=lambda row: (row["started_at"] or 0.0, row["group_id"] or 0, row["sample_index"] or 0))
 
 
 def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
-    """Assigns each answer its part of the first recorded sequence that has it.
+    """Assigns each completion its part of the first recorded sequence that contains it.
 
-    Tokens that the model sampled have a version of 0 or more, in the order of the answers.
+    Sampled tokens have a version of 0 or more, in the order of the completions.
     """
     sampled = [
         {name: sequence[TOKEN_COLUMNS.get(name, name)][place] for name in TOKEN_ARRAYS}
@@ -148,7 +149,7 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
 
 
 def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
-    """Gives turns with token ids the texts of their tokens. The run's tokenizer must be on this machine."""
+    """Adds the texts of tokens to turns with token ids, if the run's tokenizer is on this machine."""
     if not any(turn.get("token_ids") for turn in turns):
         return
     model = config_of(store.run)[0].get("model")
@@ -161,7 +162,7 @@ def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
 
 
 def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
-    """Returns the file of the run's tokenizer. None: it is not on this machine."""
+    """Returns the file of the run's tokenizer, or None if it is not on this machine."""
     folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/hf_meta"))]
     if model:
         folders.append(Path(model).expanduser())
@@ -174,22 +175,22 @@ def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(model, TOKENIZER)
-    except (ImportError, ValueError):  # only runs are read on this machine; or not the name of a model on the Hub
+    except (ImportError, ValueError):  # no package where runs are only read; or no name of the Hub
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
-    """Returns the text of each token, blanks before words included. None: the tokenizer cannot be read."""
+    """Returns the text of each token, including blanks before words. None if the tokenizer cannot be read."""
     try:
         tokenizer = _load(path, path.stat().st_mtime_ns)
-    except Exception:  # tokenizers raises Exception itself for a file that it cannot read
+    except Exception:  # tokenizers raises plain Exception for a file that it cannot read
         return None
     texts: list[str] = []
     before = ""
     for place, token in enumerate(ids):
         alone = tokenizer.decode([token], skip_special_tokens=False)
-        # Some decoders drop the blank before the first word, so a token is decoded behind the one before it.
+        # Some decoders drop the blank before the first word, so a token is decoded after the token before it.
         both = tokenizer.decode(list(ids[max(0, place - 1) : place + 1]), skip_special_tokens=False)
         texts.append(both[len(before) :] if both.startswith(before) and len(both) >= len(alone) else alone)
         before = alone

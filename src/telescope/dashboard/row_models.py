@@ -1,4 +1,4 @@
-"""What the API returns of samples, evals, spans, gauges and log lines. Times are Unix seconds; unmeasured is null."""
+"""Models of API responses about samples, evals, spans, gauges and logs. Times are Unix seconds; null is unmeasured."""
 
 from typing import Any
 

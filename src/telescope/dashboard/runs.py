@@ -1,4 +1,4 @@
-"""Plain data for the API: the list of runs, one run with its steps and health, the comparison of configs."""
+"""Returns the list of runs, one run with its steps and health, and comparisons of configs as plain data for the API."""
 
 import math
 import os
@@ -28,10 +28,10 @@ MAPS = ("versions", "topology")
 """Columns of `attempts` that are maps."""
 
 CHECKPOINT = re.compile(r"step_(\d+)")
-"""Name of the folder of a checkpoint."""
+"""Name of a checkpoint's folder."""
 
 NEWEST_GAUGES = 4000
-"""Newest rows of gauges that are searched, about 20 seconds of a run."""
+"""Number of newest gauge rows that are searched, about 20 seconds of a run."""
 
 WAITING = "vllm:num_requests_waiting"
 
@@ -46,7 +46,7 @@ def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, Any]:
-    """Returns one row of the page of runs. `copy` is that of a run on W&B."""
+    """Returns one row of the page of runs. `copy` belongs to a run on W&B."""
     summary, config = listing.summary, listing.config
     kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
     rest = ("heldout_before", "heldout_after", "error", "project")
@@ -113,22 +113,22 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def _shell_path(path: Path) -> str:
-    """Returns a path as one types it in a shell in the server's folder."""
+    """Returns a path as a person types it in a shell in the server's folder."""
     here, path = Path.cwd(), path.absolute()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def checkpoints_of(files: RunFiles) -> list[int]:
-    """Returns the checkpoints in the run directory. Each is a number of finished steps."""
+    """Returns the checkpoints in the run directory, as numbers of finished steps."""
     try:
         names = [entry.name for entry in os.scandir(files.checkpoints) if entry.is_dir()]
     except OSError:
-        return []  # no folder, or one that is not readable here: the run keeps its checkpoints elsewhere
+        return []  # no readable folder, because the run keeps its checkpoints elsewhere
     return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:
-    """Returns the steps from row `since` on as columns, without superseded ones."""
+    """Returns the steps from row `since` on as columns, without superseded steps."""
     end, columns, metrics = store.steps(since)
     return {"next": end, **columns, "metrics": dict(metrics)}
 
@@ -161,13 +161,13 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def _columns(metrics: StepMetrics) -> rules.Columns:
-    """Returns the columns that rules read or that are not finite."""
+    """Returns the columns that rules read, and columns with NaN or infinity."""
     names = [name for name in metrics if name in rules.READ or name in metrics.not_finite]
     return {name: [None if math.isnan(value) else value for value in metrics[name]] for name in names}
 
 
 def eval_points(store: RunStore) -> list[EvalPoint]:
-    """Returns the accuracies of the run's own evals, by step."""
+    """Returns the accuracies of the run's own evals, ordered by step."""
     visible = store.visible()
     store.refresh("evals")
     names = "name, number, step, accuracy, accuracy_low, accuracy_high"
@@ -178,7 +178,7 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
 
 
 def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> dict[str, Any]:
-    """Compares the settings of runs, those that differ or all. Adds the code and machines of their newest attempts."""
+    """Compares settings of runs: all, or only different ones. Adds code and machines of their newest attempts."""
     stores = [registry.store(run_id) for run_id in run_ids]
     configs = [config_of(store.run)[0] for store in stores]
     names = dict.fromkeys(name for config in configs for name in config)
@@ -196,7 +196,7 @@ def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> d
 
 
 def now_of(run: Run) -> dict[str, Any]:
-    """Returns phase, requests, servers and queue of a run. `live` is false, and the rest empty, when it has ended."""
+    """Returns phase, requests, servers and queue of a run. If it has ended, `live` is false and the rest is empty."""
     now = run.now() or {}
     components = {str(part): str(doing) for part, doing in (now.get("components") or {}).items()}
     oldest = pc.min(run.in_flight()["started_at"]).as_py() if now else None
@@ -216,7 +216,7 @@ def now_of(run: Run) -> dict[str, Any]:
 
 
 def _waiting(run: Run) -> int | None:
-    """Returns the requests that wait in the engines, by their newest gauges. None if they are not recorded."""
+    """Returns the number of requests waiting in the engines, by their newest gauges. None without recorded gauges."""
     rows, _ = run.rows_since("gauges", max(0, run.num_rows("gauges") - NEWEST_GAUGES), ["name", "server", "value"])
     rows = rows.filter(pc.equal(rows["name"], WAITING))
     newest = dict(zip(rows["server"].to_pylist(), rows["value"].to_pylist(), strict=True))

@@ -1,8 +1,9 @@
-"""Who may read the dashboard: checks of Host, Origin and token, and the headers of every answer.
+"""Restricts access to the dashboard by Host, Origin and token, and sets the headers of every response.
 
-Owns the refusals. Invariants: only PUT changes something, and only documents of the user; a page of another site can
-neither read an answer nor send a request (Host and Origin are checked, which also ends DNS rebinding); beyond loopback
-and on a machine of several users, every request needs the token of this start, a cookie that the printed address sets.
+Owns the refusals. Invariants: only PUT changes something, and only the user's documents. A page of another site can
+neither read a response nor send a request, because Host and Origin are checked, which also prevents DNS rebinding.
+Beyond loopback and on a machine with several users, every request needs the token of this start, a cookie that the
+printed address sets.
 """
 
 import ipaddress
@@ -28,22 +29,22 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every response. Inline styles are for formulas; scripts and images come from this server only."""
+"""Headers of every response. Inline styles are for formulas. Scripts and images come from this server only."""
 
 WRITABLE = "/api/user/"
-"""Addresses below it take PUT."""
+"""Addresses below this prefix accept PUT."""
 
 FIRST_PERSON, NOBODY = 1000, 65534
-"""User ids on Linux: those of services are below the first."""
+"""User ids on Linux. Services have ids below the first."""
 
 SESSIONS = Path("/run/user")
-"""Has a folder for each user who is logged in."""
+"""Contains a folder for each user who is logged in."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address that is bound."""
+    """Returns whether a bound address can be reached from this machine only."""
     found = _address(host)
     return host == "localhost" or (found is not None and found.is_loopback)
 
@@ -64,12 +65,12 @@ def is_shared() -> bool:
 
 
 def new_token() -> str:
-    """Returns a secret for one start."""
+    """Returns a secret that is valid until the server ends."""
     return secrets.token_urlsafe(24)
 
 
 class Safety:
-    """ASGI middleware. With a `token`, every request needs it, and `hosts` may be used besides addresses."""
+    """ASGI middleware. With a `token`, every request needs it, and `hosts` are allowed besides addresses."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: Iterable[str] = ()) -> None:
         self._app = app
@@ -123,7 +124,7 @@ class Safety:
         query = QueryParams(scope["query_string"])
         if _equal(query.get("token"), self._token):
             rest = QueryParams([(key, value) for key, value in query.multi_items() if key != "token"])
-            path = "/" + scope["path"].lstrip("/\\")  # never the address of another host
+            path = "/" + scope["path"].lstrip("/\\")  # never to the address of another host
             answer = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303)
             answer.set_cookie(name, self._token, httponly=True, samesite="strict", path="/")
             return answer

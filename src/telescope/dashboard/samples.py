@@ -1,7 +1,7 @@
-"""Search, filters and order of samples, and their export: plain data for the API.
+"""Searches, filters, sorts and exports samples. Returns plain data for the API.
 
-Filters, sorting and facets run on the columns that the store keeps in memory; texts are read from the files for the
-rows of an answer only. A query works on its own view of the tables, so a search keeps no other request waiting.
+Filters, sorting and facets run on the columns that the store keeps in memory. Texts are read from the files, for the
+rows of a response only. A query works on its own view of the tables, so that a search does not block other requests.
 """
 
 import math
@@ -24,42 +24,42 @@ from telescope.errors import UserError
 from telescope.record.query import sql_text
 
 BEGINNING = 200
-"""Characters of a prompt or an answer in a list."""
+"""Characters of a prompt or a completion in a list."""
 
 MOST_EXPORTED = 100_000
-"""Samples of one export. `X-Total-Count` has the number of all that pass the filters."""
+"""Most samples of one export. `X-Total-Count` has the number of all samples that pass the filters."""
 
 COMPARED = 2000
 SAME = 24
-"""Characters of prompts that are compared. What more of them than this have in common is left out of a list."""
+"""`COMPARED` characters of prompts are compared. A common prefix longer than `SAME` is left out of a list."""
 
 MARKS = {"never": "num_right = 0", "always": "num_right = n", "sometimes": "num_right BETWEEN 1 AND n - 1"}
-"""Marks of a prompt by its answers."""
+"""Conditions for the marks of a prompt."""
 
 PROMPT_SORTS = ("first_step", "last_step", "first_right", "pass_rate", "reward_mean", "n")
 
 NEAR_STEPS = 20
 SMALL_BYTES = 8 * 2**20
-"""Rows of a list have their texts if they span at most `NEAR_STEPS` steps, or if the record is at most `SMALL_BYTES`.
-Otherwise a list that is ordered by reward would read every text of the run."""
+"""A list has texts if its rows span at most `NEAR_STEPS` steps, or if the record has at most `SMALL_BYTES`. Otherwise a
+list ordered by reward would read all texts of the run."""
 
 FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
 MOST_VALUES = 12
-"""Distinct rewards that a facet lists one by one; more are shown as ranges."""
+"""Distinct rewards up to which a facet lists them one by one instead of as ranges."""
 NUM_RANGES = 5
 MOST_TAGS = 6
-"""Tags that are facets. Filters work with every tag."""
+"""Number of tags that are facets. Filters work with every tag."""
 
 NUMBERS = (
     *("reward", "advantage", "prompt_tokens", "completion_tokens", "environment_tokens", "total_tokens"),
     *("num_turns", "age", "penalty"),
 )
-"""Columns that a range can limit. Any other name is one of a sample metric."""
+"""Columns that a range can limit. Any other name is a sample metric."""
 
 SORTS = (*NUMBERS, "step", "started_at", "finished_at", "status", "environment", "group_id")
 
 METRIC = "metric:"
-"""In front of a sample metric by which to sort."""
+"""Prefix of a sample metric by which to sort."""
 
 _RANGE = re.compile(r"^(\S+) to (\S+)$")
 
@@ -128,9 +128,10 @@ class ExportQuery(Filters):
 
 
 def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
-    """Returns one page of the samples that pass all filters, with counts of each facet.
+    """Returns one page of the samples that pass all filters, with counts for each facet.
 
-    A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order or filter.
+    A facet counts the samples that pass the filters of all other facets. Raises `UserError` for an unknown order or
+    filter.
     """
     order = _order(query.sort)
     visible = store.visible()
@@ -160,10 +161,10 @@ def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
 
 
 def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
-    """Returns one page of the prompts of the samples that pass all filters, with their answers and right ones by step.
+    """Returns one page of the prompts whose samples pass all filters, with counts of (right) answers by step.
 
-    An answer is right if its metric `correct` is 1; without that metric, if its reward is the highest of its
-    environment: as declared, or as seen. Answers without a reward do not count. Raises `UserError` for an unknown mark,
+    An answer is right if its metric `correct` is 1 or, without that metric, if its reward is the highest of its
+    environment, as declared or as seen. Answers without a reward do not count. Raises `UserError` for an unknown mark,
     order or filter.
     """
     column = query.sort.removeprefix("-")
@@ -204,8 +205,8 @@ def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
 def _facets(
     view: View, base: Sequence[str], conditions: Mapping[str, str], every: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Counts the samples by the values of `every` facet and tag. `base` always holds; `conditions` are by facet."""
-    # tag:x is the value of the tag x.
+    """Counts the samples for all values of the facets in `every`. `base` always applies; `conditions` are by facet."""
+    # tag:x stands for the value of tag x.
     names = {
         name: f"tags[{sql_text(name.removeprefix('tag:'))}]" if name.startswith("tag:") else name for name in every
     }
@@ -218,9 +219,9 @@ def _facets(
 
 
 def export(store: RunStore, query: ExportQuery) -> tuple[int, Iterator[bytes]]:
-    """Returns the number of samples that pass all filters, and the first ones as lines of JSON.
+    """Returns the number of samples that pass all filters, and the first of them as lines of JSON.
 
-    Lines have all columns and are in the order of the record.
+    Lines have all columns and follow the order of the record.
     """
     order = _order(query.sort)
     with _filtered(store, query) as (view, base, conditions):
@@ -233,7 +234,7 @@ def export(store: RunStore, query: ExportQuery) -> tuple[int, Iterator[bytes]]:
 
 @contextmanager
 def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[str], dict[str, str]]]:
-    """Yields a view with the samples, and SQL conditions: general ones, and one per facet."""
+    """Yields a view with the samples, and SQL conditions: a list of general ones, and one per facet."""
     base, conditions = filters.conditions()
     base.append(store.visible())
     store.refresh("samples")
@@ -246,13 +247,13 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
 
 
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
-    """Returns `RunStore.beginnings` of some samples, without what all prompts of an environment have in common."""
+    """Returns `RunStore.beginnings` of some samples, without the common prefix of an environment's prompts."""
     steps = [row["step"] for row in members if row["step"] is not None]
     if not steps:
         return {}
     groups = {row["group_id"] for row in members}
     ids = ", ".join(str(group) for group in groups if group is not None)
-    # SQL finds no null by IN.
+    # IN does not match null in SQL.
     among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
     texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
     prompts: dict[str | None, set[str]] = defaultdict(set)
@@ -267,18 +268,18 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
 
 
 def _same(first: str, last: str) -> str:
-    """Returns the common prefix of two texts, and so of all texts between them in alphabetical order."""
+    """Returns the common prefix of two texts, and so of all texts that sort between them."""
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 def _elided(prompt: str, same: str) -> str:
-    """Returns a prompt without the prefix that it shares with others."""
+    """Returns a prompt without the prefix that it shares with others, if that is long."""
     cut = max(same.rfind(" "), same.rfind("\n")) + 1
     return f"… {prompt[cut:]}" if cut > SAME else prompt
 
 
 def _order(sort: str) -> str:
-    """Returns an SQL order. Raises `UserError` for an unknown one."""
+    """Returns an SQL order. Raises `UserError` for an unknown name."""
     name = sort.removeprefix("-")
     if name.startswith(METRIC):
         column = f"metrics[{sql_text(name.removeprefix(METRIC))}]"
@@ -300,12 +301,12 @@ def _within(text: str) -> str:
         raise UserError(f"range={text!r} is not a range. Write it as NAME=LOW..HIGH, with one end at least.")
     column = name if name in NUMBERS else f"metrics[{sql_text(name)}]"
     parts = ((">=", low), ("<=", high))
-    # A value that is no number is larger than all others.
+    # NaN counts as larger than all other values.
     return " AND ".join([f"NOT isnan({column})", *(f"{column} {sign} {_number(end)!r}" for sign, end in parts if end)])
 
 
 def _condition(name: str, values: Sequence[str]) -> str:
-    """Returns an SQL condition for the chosen values of a facet."""
+    """Returns an SQL condition for the selected values of a facet."""
     if name not in ("reward", "age"):
         return f"{name} IN ({', '.join(sql_text(value) for value in values)})"
     each = []
@@ -317,7 +318,7 @@ def _condition(name: str, values: Sequence[str]) -> str:
 
 
 def _grouped(view: View, names: Mapping[str, str], where: str) -> dict[str, dict[Any, int]]:
-    """Counts the samples by the values of each expression. It needs one pass over them."""
+    """Counts the samples for each value of some expressions, in one pass."""
     counted: dict[str, dict[Any, int]] = {name: {} for name in names}
     if names:
         columns = ", ".join(f"{expression} AS c{place}" for place, expression in enumerate(names.values()))
@@ -332,10 +333,10 @@ def _grouped(view: View, names: Mapping[str, str], where: str) -> dict[str, dict
 
 
 def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[dict[str, Any]]:
-    """Returns each value with its count. Values without any stay, with 0; many rewards become ranges."""
+    """Returns each value with its count, also with 0. If there are many rewards, returns ranges."""
     if name == "reward" and len(every) > MOST_VALUES:
         ranges = []
-        finite = [value for value in every if math.isfinite(value)]  # the others are in no range
+        finite = [value for value in every if math.isfinite(value)]  # infinite values are in no range
         for low, high in pairwise(_edges(finite[0], finite[-1])):
             inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
             ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
@@ -345,9 +346,9 @@ def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[
 
 
 def _edges(low: float, high: float) -> list[float]:
-    """Returns round edges of ranges that cover [low, high]."""
+    """Returns round edges for ranges that cover [low, high]."""
     width = high / NUM_RANGES - low / NUM_RANGES if math.isinf(high - low) else (high - low) / NUM_RANGES
-    width = max(width, 1e-300)  # smaller ones have no power of ten below them
+    width = max(width, 1e-300)  # below this, the power of ten would be 0
     unit = 10.0 ** math.floor(math.log10(width))
     width = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= width)
     first = math.floor(low / width)
@@ -356,7 +357,7 @@ def _edges(low: float, high: float) -> list[float]:
 
 
 def _number(text: str) -> float:
-    """Reads a number of a filter. Raises `UserError` for anything else."""
+    """Parses a number of a filter. Raises `UserError` for anything else."""
     try:
         number = float(text)
     except ValueError:

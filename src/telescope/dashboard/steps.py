@@ -1,7 +1,7 @@
-"""The steps of a run as columns that grow with the run.
+"""Keeps the steps of a run as columns that grow with the run.
 
-Owns the columns of step metrics, and the statistics of samples that charts show beside them: `std`, `min`, `max` and
-`gini` of each sample metric and of each environment's reward, from `step_stats`. A row is read and converted once.
+Owns the columns of step metrics, and sample statistics for their charts: `std`, `min`, `max` and `gini` of each sample
+metric and of each environment's reward, from `step_stats`. A row is read and converted once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATISTICS = ("std", "min", "max", "gini")
 FIRST_CAPACITY = 256
 
 NUM_DIGITS = 9
-"""Significant digits of metrics, more than a page shows: all 17 would double what is sent. Whole numbers keep all."""
+"""Significant digits of metrics, more than a page shows; all 17 would double the responses. Integers keep all."""
 
 
 class StepColumns:
@@ -31,7 +31,7 @@ class StepColumns:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """Rows in the columns, superseded ones too. Lost files have none."""
+        """Number of rows in the columns, including superseded rows. Lost files have none."""
         self._cursor = 0
         self._stats_cursor = 0
         self._num_stats = 0
@@ -42,7 +42,7 @@ class StepColumns:
         self._not_finite: set[str] = set()
 
     def read(self, store: RunTables) -> None:
-        """Adds the rows that are new in the record."""
+        """Adds new rows of the record."""
         data, self._cursor = store.run.rows_since("steps", self._cursor, [*NAMES, "metrics"])
         first, self.num_rows = self.num_rows, self.num_rows + data.num_rows
         rows = np.arange(first, self.num_rows)
@@ -56,7 +56,7 @@ class StepColumns:
         self._add_statistics(store)
 
     def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], StepMetrics]:
-        """Returns columns and metrics of the rows from `since` on. Leaves out superseded ones."""
+        """Returns columns and metrics of the rows from `since` on, without superseded rows."""
         rows = np.arange(min(since, self.num_rows), self.num_rows)
         columns = {name: self._columns.get(name, np.empty(0))[rows] for name in NAMES}
         hidden = np.zeros(len(rows), dtype=bool)
@@ -69,7 +69,7 @@ class StepColumns:
         return shown | whole, StepMetrics(dict(self._metrics), rows[~hidden], frozenset(self._not_finite))
 
     def _add_statistics(self, store: RunTables) -> None:
-        """Adds statistics of samples. The record has those of a step before its row, at most a flush earlier."""
+        """Adds statistics of samples. The record has a step's statistics before its row, by at most one flush."""
         (num_rows,) = store.refresh("step_stats").values()
         if num_rows == self._num_stats and not self._pending:
             return
@@ -87,7 +87,7 @@ class StepColumns:
         steps = list(zip(found["attempt"].to_pylist(), found["step"].to_pylist(), strict=True))
         rows = np.array([self._places.get(step, -1) for step in steps])
         numbers = found["rowid"].to_numpy()
-        # A step before the newest one that has no row will not get one: its attempt was killed.
+        # An earlier step without a row will not get one, because its attempt was killed.
         newest = max(self._places, default=(0, -1))
         later = numbers[[row < 0 and step > newest for row, step in zip(rows, steps, strict=True)]]
         self._pending = len(later) > 0
@@ -95,7 +95,7 @@ class StepColumns:
         names = found["name"].combine_chunks().dictionary_encode()
         for index, name in enumerate(names.dictionary.to_pylist()):
             chosen = (names.indices.to_numpy() == index) & (rows >= 0)
-            # The reward of the only environment is reward/total.
+            # If there is one environment, its reward is reward/total.
             if name in self._metrics or f"{name}/mean" in self._metrics:
                 for statistic in STATISTICS:
                     values = found[statistic].to_numpy().astype(float)[chosen]
@@ -103,9 +103,9 @@ class StepColumns:
 
 
 class StepMetrics(Mapping[str, list[float]]):
-    """Columns of some rows, NaN without a value. A column is converted when it is used.
+    """Columns of some rows, NaN where a value is missing. A column is converted when it is used.
 
-    `not_finite` names those in which a row of the run has infinity, which also stands for a recorded NaN.
+    `not_finite` names the columns in which a row of the run has infinity, which also replaces a recorded NaN.
     """
 
     def __init__(self, columns: dict[str, Array], rows: Array, not_finite: frozenset[str]) -> None:
@@ -137,7 +137,7 @@ def rounded(values: Array) -> Array:
 
 
 def metric_columns(metrics: pa.ChunkedArray) -> dict[str, Array]:
-    """Returns a column of each metric of a map column: NaN where a row lacks it, infinity where it has NaN."""
+    """Returns a column for each metric of a map column, with NaN for missing values and infinity for NaN."""
     if len(metrics) == 0:
         return {}
     whole = pa.concat_arrays(metrics.chunks)

@@ -1,6 +1,6 @@
-"""Long texts and token arrays of one run, which stay in its files.
+"""Reads long texts and token arrays of one run, which stay in its files.
 
-`of_samples` reads them for some samples, from the files that have its rows, and `search` scans them.
+`of_samples` reads them for some samples from the files with their rows, and `search` scans them.
 """
 
 import json
@@ -25,16 +25,16 @@ SEARCHED = {
     "info": ("value",),
     "prompts": ("text",),
 }
-"""Texts that a search looks into."""
+"""Texts that a search scans."""
 
 IS_ANSWER = "role = 'assistant' AND restarts IS NULL"
-"""SQL condition for answers in `turns`. A message of a prompt can have the role of one."""
+"""SQL condition for completions in `turns`. Messages of a prompt can have the role `assistant` too."""
 
 NUM_SEARCHES = 16
-"""Searches whose hits are kept, so that the pages of one result are scanned for once."""
+"""Number of searches whose hits are kept, so that all pages of a result need only one scan."""
 
 BEFORE_MATCH, BEHIND_MATCH = 24, 160
-"""Characters around a match of a search that a list shows."""
+"""Characters before and after a match that a list shows."""
 
 EXPORTED_AT_ONCE = 2000
 """Samples that an export reads at once, with their texts."""
@@ -45,20 +45,20 @@ Key = tuple[int, str]
 
 
 class NotFoundError(UserError):
-    """No run, sample or eval has this id."""
+    """Raised if no run, sample or eval has the requested id."""
 
 
 class RunStore(RunTables):
-    """Queries over one run, and its texts."""
+    """Queries one run and its texts."""
 
     def _forget(self) -> None:
         super()._forget()
         self._searches: dict[str, tuple[dict[str, int], pa.Table]] = {}
 
     def search(self, text: str) -> pa.Table:
-        """Finds `text` in any case: attempts and ids of samples, and of prompts, which all of their samples have.
+        """Finds `text` in any case. Returns attempts with ids of samples, or of prompts whose samples all match.
 
-        Waits for other searches only, and scans what is new since the last search for this text.
+        Waits only for other searches, and scans only rows that are new since the last search for this text.
         """
         with self._locks["search"]:
             self.refresh("samples")
@@ -77,7 +77,7 @@ class RunStore(RunTables):
             return hits
 
     def whole_samples(self, chosen: pa.Table) -> Iterator[Row]:
-        """Yields whole rows of samples with their texts. `chosen` has attempt, sample_id and step, in record order."""
+        """Yields whole rows of samples with texts. `chosen` has attempt, sample_id and step, in record order."""
         for first in range(0, chosen.num_rows, EXPORTED_AT_ONCE):
             piece = chosen.slice(first, EXPORTED_AT_ONCE).to_pylist()
             steps = [int(row["step"]) for row in piece]
@@ -92,9 +92,9 @@ class RunStore(RunTables):
                     yield {**row, **prompts[key], "completion_text": said}
 
     def conversations(self, keys: Collection[Key], where: str = "true") -> dict[Key, Row]:
-        """Returns whole samples with `messages` of their prompts, `turns`, `tool_calls` and `info`, in order.
+        """Returns whole samples with their prompts' `messages`, `turns`, `tool_calls` and `info`, in order.
 
-        `where` is about columns of `samples`.
+        `where` filters by columns of `samples`.
         """
         samples = self.of_samples("samples", keys, where)
         prompts = self.prompts(among(keys))
@@ -108,10 +108,10 @@ class RunStore(RunTables):
     def of_samples(
         self, table: str, keys: Iterable[Key], where: str = "true", columns: str = "*"
     ) -> dict[Key, list[Row]]:
-        """Returns whole rows by sample, from one pass over the files that have them."""
+        """Returns whole rows by sample, in one pass over the files that have them."""
         found: dict[Key, list[Row]] = {key: [] for key in keys}
         own = among(found)
-        # All spans are too many to be read for their samples; their times say which parts of the files to read.
+        # A run has too many spans to read them all for a sample. Their times select the parts of files to read.
         places = (0, None) if table == "spans" else self._places(table, own)
         for row in self._files(table, columns, f"{own} AND {where}", *places).to_pylist(maps_as_pydicts="lossy"):
             found[key_of(row)].append(row)
@@ -120,7 +120,7 @@ class RunStore(RunTables):
     def prompts(self, where: str, columns: str = "") -> dict[Key, Row]:
         """Returns `prompt_key`, `prompt_text` and `messages` of samples, by attempt and sample.
 
-        `where` is about columns that are in memory. `columns` are further ones of `samples`, which are read from files.
+        `where` filters by columns in memory. `columns` are further columns of `samples`, which are read from files.
         """
         self.refresh("samples")
         if columns:
@@ -139,10 +139,10 @@ class RunStore(RunTables):
         return found
 
     def beginnings(self, where: str, length: int, columns: str = "") -> dict[Key, Row]:
-        """Returns the first characters of `prompt` and `answer`, by attempt and sample.
+        """Returns the first characters of `prompt` and of the completion as `answer`, by attempt and sample.
 
-        Of a prompt it is the last user message: what is before it, such as a system prompt, is often the same. `where`
-        is about columns that are in memory.
+        The `prompt` is the last user message, because text before it, such as a system prompt, is often the same.
+        `where` filters by columns in memory.
         """
         found = self.prompts(where, columns)
         own = among(found)
@@ -157,7 +157,7 @@ class RunStore(RunTables):
         return found
 
     def aggregate(self, name: str, columns: str, group: str, where: str = "true") -> list[Row]:
-        """Returns aggregates of a table by `group`, computed from its files without loading the rows into memory."""
+        """Returns aggregates of a table by `group`. Computes them from its files without loading the rows."""
         return self._files(name, columns, f"{where} GROUP BY {group}").to_pylist()
 
     def snippets(self, text: str, keys: Collection[Key]) -> dict[Key, str]:
@@ -179,7 +179,7 @@ class RunStore(RunTables):
         return found
 
     def token_sums(self, step: int) -> dict[Key, Row]:
-        """Returns, for each sample of a step, the engine's summed logprobs and the trainer/engine probability ratio."""
+        """Returns the engine's summed logprobs and the trainer/engine probability ratio for each sample of a step."""
         gaps = "list_transform(list_zip(trainer_logprobs, engine_logprobs), lambda x: x[1]::DOUBLE - x[2])"
         sums = (
             "list_sum(engine_logprobs::DOUBLE[]) AS logprob_sum, "
@@ -191,20 +191,20 @@ class RunStore(RunTables):
     def _places(self, name: str, where: str) -> tuple[int, int | None]:
         """Returns the first and the last row of the record that match `where`, a condition on columns in memory.
 
-        (0, None): all rows; (0, -1): none. A read of a few rows then opens one file of hundreds.
+        (0, None) means all rows, (0, -1) none. A read of a few rows then opens one file instead of hundreds.
         """
         (end,) = self.refresh(name).values()
         ((first, last, num_rows),) = self.fetch(
             f"SELECT min(rowid), max(rowid), (SELECT count(*) FROM {name}) FROM {name} WHERE {where}"
         )
         if num_rows != end:
-            return 0, None  # with lost files, rows in memory have other numbers than in the record
+            return 0, None  # if files are lost, rows in memory and in the record have different numbers
         return (0, -1) if last is None else (first, last)
 
     def _files(self, name: str, columns: str, where: str, cursor: int = 0, last: int | None = None) -> pa.Table:
-        """Returns rows from the files with rows from `cursor` to `last`, superseded ones too.
+        """Returns rows from the files with rows from `cursor` to `last`, including superseded rows.
 
-        Starts again when a file was compacted.
+        Starts again if a file was compacted.
         """
         for attempt in range(READ_ATTEMPTS):
             found = self.run.table_files(name, cursor)
@@ -216,7 +216,7 @@ class RunStore(RunTables):
                 with self._connect() as connection:
                     source = block_rows(name, blocks)
                     if tails:
-                        # Not copied: of the newest rows, only those of `where` are converted.
+                        # Not copied, so that only the newest rows that match `where` are converted.
                         connection.register("tails", pa.concat_tables(tails, promote_options="default"))
                         source = f"{source} UNION ALL BY NAME FROM tails"
                     return connection.sql(f"SELECT {columns} FROM ({source}) WHERE {where}").to_arrow_table()
@@ -229,12 +229,12 @@ class RunStore(RunTables):
 
 
 def key_of(row: Row) -> Key:
-    """Returns what names the sample of a row."""
+    """Returns the key of a row's sample."""
     return row["attempt"], row["sample_id"]
 
 
 def among(keys: Iterable[Key], column: str = "sample_id") -> str:
-    """Returns an SQL condition for the rows of some samples, or of what else `column` names."""
+    """Returns an SQL condition for the rows of some samples, or of the keys that `column` names."""
     ids: dict[int, list[str]] = defaultdict(list)
     for attempt, name in keys:
         ids[attempt].append(sql_text(name))
@@ -247,7 +247,7 @@ def _by_key(rows: pa.Table) -> dict[Key, Row]:
 
 
 def _matches(name: str, text: str) -> str:
-    """Returns an SQL condition for the rows of a table that contain `text`, ignoring case."""
+    """Returns an SQL condition for rows of a table that contain `text`, ignoring case."""
     # A regular expression takes half the time of ILIKE.
     pattern = f"regexp_escape({sql_text(text)})"
     matches = (f"regexp_matches({column}, {pattern}, 'i')" for column in SEARCHED[name])

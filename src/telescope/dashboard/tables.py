@@ -1,10 +1,10 @@
-"""Tables of one run in an in-memory database that grows with the run.
+"""Keeps tables of one run in an in-memory database that grows with the run.
 
-Owns which rows have been read and what the queries of the pages run on. Long texts and token arrays stay in the files
-(`dashboard.store`). Does not own the formats (`record.reader`) or what a page asks.
+Owns the read rows and the database for the queries of the pages. Long texts and token arrays stay in the files
+(`dashboard.store`). Does not own the formats (`record.reader`) or the queries.
 
-Invariants: a row is read once, so a request costs what is new since the last one. A run directory that was replaced by
-another is read from the start. Nothing is written into a run.
+Invariants: each row is read once, so the cost of a request depends on the rows since the last request. A replaced run
+directory is read from the start. Nothing is written into a run.
 """
 
 import threading
@@ -23,7 +23,7 @@ from telescope.record.reader import Run, superseded_sql
 from telescope.record.tables import TABLES
 
 OF_SAMPLE = ("attempt", "sample_id")
-"""Columns that name the sample of a row."""
+"""Columns that identify the sample of a row."""
 
 LONG_COLUMNS = {
     "samples": {*("prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message")},
@@ -40,21 +40,21 @@ DERIVED = {
     "spans": ({"attributes"}, "try_cast(attributes['lane'] AS BIGINT) AS lane"),
     "step_stats": ({"bin_edges"}, "bin_edges[1] AS low, bin_edges[-1] AS high"),
 }
-"""Columns computed from some that stay in the files."""
+"""Columns that are computed from columns in the files."""
 
 COMPRESSED_ROWS = 50_000
 COMPRESS_SECONDS = 5.0
-"""A table of at least `COMPRESSED_ROWS` rows is compressed `COMPRESS_SECONDS` after it is read, when its page is drawn.
+"""A table of at least `COMPRESSED_ROWS` rows is compressed `COMPRESS_SECONDS` after it is read, once its page is drawn.
 It then needs a tenth of the memory, and counts take half of the time."""
 
 LATE_ROWS = 10_000
 """Largest page of samples."""
 
 MOST_TAG_VALUES = 50
-"""Values of a tag that pages offer as a filter."""
+"""Most values of a tag that pages offer as a filter."""
 
 UNREAD = object()
-"""Differs from the id of every run, so the first `refresh` opens the database."""
+"""Differs from every run's id, so that the first `refresh` opens the database."""
 
 Row = dict[str, Any]
 Kept = TypeVar("Kept")
@@ -62,7 +62,7 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 
 
 class View:
-    """Queries over the tables of a run at one moment."""
+    """Queries the tables of a run as they were at one moment."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection
@@ -83,17 +83,18 @@ class View:
 
 
 class RunTables:
-    """Queries over the tables of one run. Safe to use from several threads. Call `refresh` first.
+    """Queries the tables of one run. Safe to use from several threads. Call `refresh` first.
 
-    A database has a pool of threads, so it is opened by the first `refresh`, not for every run of a folder.
+    The first `refresh` opens the database, which has a pool of threads, so that a folder of many runs does not open as
+    many databases.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.used_at = 0.0
-        """When its tables were used last, in monotonic time."""
+        """When the tables were last used, in monotonic time."""
         self._identity: object = UNREAD
-        # One for each table and each thing that is computed, so that a slow one delays only who asks for it.
+        # One lock per table and per cached value, so that a slow one delays only its own users.
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
@@ -102,9 +103,9 @@ class RunTables:
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
             "python_enable_replacements": "false",
-            # Rows that are sorted for a page of them have their key alone.
+            # Sorting for a page of rows only copies their keys.
             "late_materialization_max_rows": LATE_ROWS,
-            # Gives the memory of what was compressed back to the system.
+            # Returns the memory of compressed data to the system.
             "allocator_background_threads": "true",
         }
         self._database = duckdb.connect(":memory:", config=settings)
@@ -133,7 +134,7 @@ class RunTables:
                 self._forget()
 
     def refresh(self, *names: str) -> dict[str, int]:
-        """Reads the new rows of tables. Returns the number of rows of each."""
+        """Reads new rows of tables. Returns the number of rows of each table."""
         self.used_at = time.monotonic()
         with self._lock:
             info = self.run.info
@@ -169,7 +170,7 @@ class RunTables:
 
     @contextmanager
     def view(self, **tables: pa.Table) -> Iterator[View]:
-        """Opens the refreshed tables as they are now. Queries also see further `tables`."""
+        """Opens a view of the refreshed tables at this moment. Queries also see the tables in `tables`."""
         with self._connect() as connection:
             connection.begin()
             for name, table in tables.items():
@@ -181,23 +182,23 @@ class RunTables:
             return _cursor(self._database)
 
     def _compress(self) -> None:
-        with suppress(duckdb.Error), self._connect() as connection:  # closed meanwhile, or written to
+        with suppress(duckdb.Error), self._connect() as connection:  # closed or written to in the meantime
             connection.execute("CHECKPOINT run")
 
     def visible(self) -> str:
-        """Returns an SQL condition for rows that are not superseded. It fits steps, samples and evals."""
+        """Returns an SQL condition for rows that are not superseded, for steps, samples and evals."""
         self.refresh("attempts", "steps")
         return f"NOT {superseded_sql(self._cutoffs())}"
 
     def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], StepMetrics]:
-        """Returns the steps from row `since` on, without superseded ones: next cursor, columns, metrics."""
+        """Returns the steps from row `since` on without superseded steps, as next cursor, columns and metrics."""
         with self._locks["steps as columns"]:
             self.visible()
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
     def seen(self, table: str, columns: str) -> set[tuple[Any, ...]]:
-        """Returns the distinct values of some columns of a table. Looks at new rows only."""
+        """Returns the distinct values of some columns of a table. Reads new rows only."""
         with self._locks[f"{columns} of {table}"]:
             self.refresh(table)
             ((end,),) = self.fetch(f"SELECT count(*) FROM {table}")
@@ -209,7 +210,7 @@ class RunTables:
             return set(found)
 
     def kept(self, name: str, state: object, make: Callable[[], Kept]) -> Kept:
-        """Returns what `make` computes, cached until `state` changes, such as the number of rows of tables."""
+        """Returns the result of `make`, cached until `state` changes, such as the number of rows."""
         with self._locks[f"kept {name}"]:
             found = self._kept.get(name)
             if found is None or found[0] != state:
@@ -217,9 +218,9 @@ class RunTables:
             return cast("Kept", found[1])
 
     def tags(self) -> dict[str, list[str]]:
-        """Returns the values of each tag of the samples. A tag with more than `MOST_TAG_VALUES` has none.
+        """Returns the values of each tag of the samples, but none for a tag with more than `MOST_TAG_VALUES`.
 
-        Looks at new rows only.
+        Reads new rows only.
         """
         fresh = (
             f"SELECT name, list(DISTINCT value)[:{MOST_TAG_VALUES + 1}] FROM (SELECT unnest(map_keys(tags)) AS name, "
@@ -237,7 +238,7 @@ class RunTables:
             return {name: sorted(some) if len(some) <= MOST_TAG_VALUES else [] for name, some in known.items()}
 
     def distinct(self, column: str, where: str) -> list[Any]:
-        """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""
+        """Returns the sorted values of a column of `samples` without null, cached until there are new rows."""
         values = f"SELECT DISTINCT {column} FROM samples WHERE {where} AND {column} IS NOT NULL ORDER BY 1"
         state = (self._cursors["samples"], where)
         return self.kept(f"values of {column}", state, lambda: [value for (value,) in self.fetch(values)])
@@ -262,10 +263,10 @@ class RunTables:
         cursors[name] = end
 
     def _read_blocks(self, name: str, shown: str, database: duckdb.DuckDBPyConnection) -> int | None:
-        """Creates a table from the blocks on disk. Returns the cursor behind them, or None if they cannot be read.
+        """Creates a table from the blocks on disk. Returns the cursor after them, or None if they cannot be read.
 
-        DuckDB reads the many rows of a first time in a third of the time of Arrow. Without blocks, and when one is
-        damaged or was compacted meanwhile, nothing is created.
+        DuckDB reads many rows in a third of Arrow's time. Creates nothing if there are no blocks, or if one is damaged
+        or was compacted meanwhile.
         """
         blocks = [file for file in self.run.table_files(name) if file.rows is None]
         if not blocks:
@@ -273,7 +274,7 @@ class RunTables:
         try:
             database.execute(f"CREATE TABLE {name} AS SELECT {shown} FROM ({block_rows(name, blocks)})")
         except duckdb.Error:
-            return None  # `rows_since` finds what is wrong
+            return None  # `rows_since` finds the problem
         if blocks[-1].end - blocks[0].first >= COMPRESSED_ROWS:
             timer = threading.Timer(COMPRESS_SECONDS, self._compress)
             timer.daemon = True

@@ -1,4 +1,4 @@
-"""Spans, gauges and log lines of a time range: plain data for the API."""
+"""Returns spans, gauges and log lines of a time range as plain data for the API."""
 
 from collections import Counter
 from typing import Annotated, Any
@@ -22,11 +22,11 @@ LANE = ("component", "name", "rank", "server", "lane")
 STATUS = "LEFT JOIN (SELECT attempt, sample_id, status FROM samples) USING (attempt, sample_id)"
 
 AFTER_ENGINE = ("tool", "environment", "reward", "generate")
-"""Where a request slot has several spans at one time it shows the request in the engine, else the first of these: an
-environment replies when the slot was given to the next request, and `generate` begins before it is given."""
+"""If a request slot has several spans at one time, it shows the request in the engine, or else the first of these: an
+environment still replies when the next request has the slot, and `generate` begins before it has one."""
 
 TIME = "coalesce(time, 0)"
-"""When a log line was written. Those of a record without times come first."""
+"""Time of a log line. Lines of a record without times come first."""
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -34,8 +34,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
     """Returns the spans that overlap a range, as columns, and the number of `slots` of each server in the run.
 
-    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per
-    lane, kind and status: `count` spans, from the first start on, as long as the time in which the lane shows them.
+    If there are more than `limit`, the range is divided into at most `buckets` parts. Spans shorter than a part are
+    merged per part, lane, kind and status: `count` spans, from the first start, as long as the lane shows them.
     """
     num_rows = store.refresh("samples", "spans")
     ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
@@ -80,9 +80,9 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
 
 
 def _shown(store: RunStore) -> pa.Table:
-    """Returns the spans that lanes show, and for how many `seconds`, without the time when another span covers it.
+    """Returns the spans that lanes show, and for how many `seconds`, without times when another span covers them.
 
-    Those of sandboxes are too short to be shown where spans are merged.
+    Leaves out spans of sandboxes, which are too short to show when spans are merged.
     """
     lanes = sorted((lane for lane in store.seen("spans", ", ".join(LANE)) if lane[0] != "sandbox"), key=str)
     tracks: dict[tuple[Any, ...], int] = {}
@@ -103,7 +103,7 @@ def _shown(store: RunStore) -> pa.Table:
         )
     start, end, key = (rows[name].to_numpy() for name in ("start", "end", "key"))
     level, track = np.array(places).T[:, key]
-    # One axis for all tracks: each track is shifted to its own range of time.
+    # All tracks share one axis, on which each track has its own range of time.
     offset = track * (end.max() - start.min() + 1.0) - start.min()
     seconds = np.zeros(len(start))
     begins = ends = np.empty(0)  # intervals that earlier levels cover
@@ -119,7 +119,7 @@ def _shown(store: RunStore) -> pa.Table:
 
 
 def _union(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sorted, disjoint intervals that cover the same times."""
+    """Merges intervals into sorted, disjoint intervals that cover the same times."""
     order = np.argsort(begins, kind="stable")
     begins, reached = begins[order], np.maximum.accumulate(ends[order])
     opens = np.flatnonzero(np.concatenate(([True], begins[1:] > reached[:-1]))[: len(begins)])
@@ -134,10 +134,10 @@ def _covered(begins: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndar
 
 
 def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
-    """Returns the parts of the critical paths of steps, for at most `most` of the steps, evenly spaced.
+    """Returns the critical paths of at most `most` evenly spaced steps.
 
-    Of each step the last answer of each group, and the spans that overlap it: those of its last answer, of the trainer
-    rank that was last, and of the weight syncs.
+    For each step, returns the last answer of each group, and the spans that overlap the step: those of the step's last
+    answer, of the slowest trainer rank, and of weight syncs.
     """
     visible = store.visible()
     store.refresh("samples", "spans")
@@ -179,7 +179,7 @@ def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
 
 
 def sandboxes(store: RunStore, start: float | None, end: float | None) -> list[dict[str, Any]]:
-    """Returns how often sandboxes were created, used and waited for in a range, and how long it took."""
+    """Returns how often and how long sandboxes were created, used and waited for in a range."""
     store.refresh("spans")
     return store.rows(
         'SELECT name, count(*) AS count, median("end" - start) AS p50, quantile_cont("end" - start, 0.95) AS p95 '
@@ -190,7 +190,7 @@ def sandboxes(store: RunStore, start: float | None, end: float | None) -> list[d
 
 
 def gauge_names(store: RunStore) -> list[dict[str, Any]]:
-    """Returns the gauges of a run, and how many series each has."""
+    """Returns the gauges of a run with their numbers of series."""
     series = store.seen("gauges", "component, name, node, gpu, rank, server, labels::VARCHAR")
     counts = Counter((component, name) for component, name, *_ in series if name is not None)
     return [
@@ -204,7 +204,7 @@ def gauges(
 ) -> list[dict[str, Any]]:
     """Returns the smallest, mean and largest readings of gauges in `points` parts of a range.
 
-    `time` is that of the last reading of a part, so that differences of counters are exact.
+    `time` is the time of a part's last reading, so that differences of counters are exact.
     """
     store.refresh("gauges")
     ((first, last),) = store.fetch("SELECT min(time), max(time) FROM gauges WHERE list_contains(?, name)", [names])
@@ -293,7 +293,7 @@ def logs(store: RunStore, query: LogQuery) -> dict[str, Any]:
     else:
         rows = page("true", order="DESC")[::-1]
     names = store.seen("logs", "component, source")
-    # Kinds that have several are offered too: trainer, trainer-0, trainer-1.
+    # If there are several of a kind, the kind is offered too: trainer, trainer-0, trainer-1.
     components = {name for name, _ in names if name is not None}
     kinds = Counter(name.rpartition("-")[0] for name in components)
     return {

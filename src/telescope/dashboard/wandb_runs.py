@@ -1,6 +1,6 @@
 """Reads the runs of a W&B project and their records back, through W&B's own client.
 
-Owns the questions to the server and what their failures mean. Does not own where copies lie or when they are renewed
+Owns the requests to the server and the meaning of their failures. Does not own the places of copies or their updates
 (`telescope.dashboard.remote`). Needs the package `wandb`.
 """
 
@@ -19,18 +19,18 @@ from telescope.trackers.wandb_files import FOLDER, MANIFEST, kind_of
 from telescope.utils.packages import is_installed
 
 ANSWER_SECONDS = 20
-"""Deadline of a question."""
+"""Deadline of a request, in seconds."""
 
 TRANSFER_SECONDS = 600
-"""Deadline of the download of a file."""
+"""Deadline of a file's download, in seconds."""
 
 RETRIES = 2
-"""How often the client asks again: a person waits, and a live run is polled anyway."""
+"""How often the client retries. Few, because a person waits, and a live run is polled again anyway."""
 
 PAGE_SIZE = 500
 
 OURS = {"$or": [{"tags": "telescope"}, {f"config.{VERSION_KEY}.value": {"$exists": True}}]}
-"""Filter of runs with the default tag of ours, or our mark in the config."""
+"""Matches runs with Telescope's default tag or with its mark in the config."""
 
 _TOP_LEVEL = ("config.yaml", "run.json", "heartbeat.json", "summary.json")
 _FOLDERS = ("tables", "code", "logs")
@@ -47,13 +47,13 @@ class UnreachableError(WandbError):
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run of Telescope in the list of W&B."""
+    """A Telescope run in W&B's list."""
 
     name: str
-    """Its id on W&B, which is the run id of its record."""
+    """The id on W&B, which is also the run id in the record."""
     display_name: str
     state: str
-    """W&B's: `running`, `finished`, `failed`, `crashed`, `killed`."""
+    """State according to W&B: `running`, `finished`, `failed`, `crashed` or `killed`."""
     created_at: float
     heartbeat_at: float | None
     project: str
@@ -68,7 +68,7 @@ class RemoteFile:
 
     size: int
     version: str
-    """Differs when the content does: the MD5, or where the storage has none, size and time."""
+    """Differs if the content does: the MD5 or, if the storage has none, size and time."""
     handle: Any = field(repr=False)
 
 
@@ -76,11 +76,11 @@ class WandbServer:
     """Sends requests for the user's projects. Raises only `WandbError`, with the fix."""
 
     path = "your projects"
-    """The requested object in messages."""
+    """The requested object, for messages."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        """Receives the empty folders that W&B's client makes for each run that it lists."""
+        """Receives the empty folders that W&B's client creates for each listed run."""
         self._api: Any = None
 
     @property
@@ -90,11 +90,11 @@ class WandbServer:
 
     @property
     def _server(self) -> str:
-        """The name of the server in messages: W&B's own, or the host of another."""
+        """The server's name in messages: W&B's own name, or another server's host."""
         return "W&B" if self.host in DEFAULT_HOSTS else self.host
 
     def projects(self) -> list[str]:
-        """Returns the user's projects with runs of Telescope, as ENTITY/PROJECT. Sends a request for each project."""
+        """Returns the user's projects with Telescope runs, as ENTITY/PROJECT. Sends a request for each project."""
         with self._explained():
             self._api = None  # W&B's client caches its first response
             listed = self._client().projects()
@@ -130,7 +130,7 @@ class WandbServer:
             yield
         except UserError:
             raise
-        except Exception as error:  # the client raises errors of its own, ValueError, and those of its transport
+        except Exception as error:  # the client raises its own errors, ValueError, and errors of its transport
             raise self._problem(error) from error
 
     def _problem(self, error: Exception) -> WandbError:
@@ -156,9 +156,9 @@ class WandbProject(WandbServer):
         self.project = project
 
     def runs(self, newer_than: float = 0.0, names: Iterable[str] = ()) -> tuple[list[RemoteRun], dict[str, str]]:
-        """Returns the runs of Telescope, newest first, and the names of other runs by id.
+        """Returns the Telescope runs, newest first, and the names of other runs by id.
 
-        With `newer_than`, only those that were created later, that are running, or that are in `names`.
+        With `newer_than`, returns only runs that were created later, that are running, or that are in `names`.
         """
         newer = datetime.fromtimestamp(newer_than).astimezone().isoformat()
         some = [{"state": "running"}, {"name": {"$in": list(names)}}, {"createdAt": {"$gt": newer}}]
@@ -184,7 +184,7 @@ class WandbProject(WandbServer):
         return ours, {run.id: run.name or run.id for run in found if VERSION_KEY not in run.config}
 
     def files(self, name: str) -> dict[str, RemoteFile] | None:
-        """Returns the current files of a record by their path. None without a record."""
+        """Returns the current files of a record by their paths, or None without a record."""
         with self._explained():
             listed = self._client().run(f"{self.path}/{name}").files(pattern=f"{FOLDER}/%", per_page=PAGE_SIZE)
             found = [
@@ -194,7 +194,7 @@ class WandbProject(WandbServer):
         return dict(found) or None
 
     def read_manifest(self, files: dict[str, RemoteFile], folder: Path) -> dict[str, int]:
-        """Downloads the list of current files. Returns sizes by path; other names than a record's are left out."""
+        """Downloads the list of current files. Returns sizes by path. Leaves out names that are not a record's."""
         self.download(files[MANIFEST], folder)
         try:
             names = json.loads((folder / MANIFEST).read_bytes())["files"]
@@ -203,7 +203,7 @@ class WandbProject(WandbServer):
             raise WandbError(f"{MANIFEST} of the run is damaged: {error!r}.") from error
 
     def download(self, file: RemoteFile, folder: Path) -> Path:
-        """Downloads a file to its name on W&B below `folder`. Returns its path."""
+        """Downloads a file to `folder`, below its name on W&B. Returns its path."""
         with self._explained():
             file.handle.download(root=str(folder), replace=True).close()
         return folder / file.handle.name

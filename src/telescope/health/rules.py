@@ -1,9 +1,9 @@
-"""What stands out in a run: pure functions with limits, reasons and advice.
+"""Finds problems in a run with pure functions that have limits, reasons and advice.
 
 Owns the rules, their limits and their words. A rule reads step metrics and evals, and names the metrics that it read.
-Does not own the metrics (docs/metrics.md), when an alert is repeated (`watch`) or how it is shown (`verdict`).
+Does not own the metrics (docs/metrics.md), the repetition of alerts (`watch`) or their display (`verdict`).
 
-The limits are wide: an alert that is often wrong is not read.
+The limits are wide, because people ignore alerts that are often wrong.
 """
 
 import math
@@ -16,12 +16,12 @@ from telescope.utils.text import listed
 
 Values = Sequence[float | None]
 Columns = Mapping[str, Values]
-"""Step metrics by name, a value per step; None where the step lacks it. All have the same length."""
+"""Step metrics by name, with a value per step, or None where a step lacks it. All columns have the same length."""
 
 Level = Literal["info", "warning", "error"]
 
-WINDOW = 10  # steps that a rule reads: a single one has too few groups to say much
-USUAL = 50  # steps whose median is the usual value that a spike is compared with
+WINDOW = 10  # steps that a rule reads; a single step has too few groups
+USUAL = 50  # steps whose median is the usual value, to which a spike is compared
 
 WAIT = "timing_waiting_for_data / timing_step_total"
 IDLE = "timing_engines_idle / timing_step_total"
@@ -47,9 +47,9 @@ READ = frozenset(
     )
     for name in metric.split(" / ")
 )
-"""Metrics that rules read by name. `not_finite` also reads every other one that is not finite."""
+"""Metrics that rules read by name. `not_finite` also reads every other metric with NaN or infinity."""
 
-LARGEST = 1e150  # of a larger number, the square is not finite, and Python raises for sums and variances
+LARGEST = 1e150  # the square of a larger number is not finite, and Python raises for sums and variances
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +65,20 @@ class EvalPoint:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the rules read: steps as columns, and evals in the order of their steps."""
+    """The input of the rules: steps as columns, and evals in the order of their steps."""
 
     columns: Columns
     steps: Sequence[int]
     evals: Sequence[EvalPoint] = ()
 
     def last(self, metric: str, window: int = WINDOW, skip: int = 0) -> list[float]:
-        """Returns the finite values of the last `window` steps. They end `skip` steps before the last one."""
+        """Returns the finite values of `window` steps, which end `skip` steps before the last step."""
         values = self.columns.get(metric, ())
         end = max(0, len(values) - skip)
         return finite(values[max(0, end - window) : end])
 
     def mean(self, metric: str, window: int = WINDOW, skip: int = 0) -> float | None:
-        """Returns the mean over the last steps, None without values. `a / b` is the ratio of two sums."""
+        """Returns the mean over the last steps, or None without values. For `a / b`, returns the ratio of two sums."""
         top, ratio, bottom = metric.partition(" / ")
         values = self.last(top, window, skip)
         if not ratio:
@@ -87,7 +87,7 @@ class History:
         return math.fsum(values) / below if values and below > 0 else None
 
     def before(self, step: int, metric: str) -> float | None:
-        """Returns the mean over the `WINDOW` steps up to `step`. An earlier `step` gives that of the first ones."""
+        """Returns the mean over the `WINDOW` steps up to `step`, or over the first steps if `step` is earlier."""
         chosen = [place for place, one in enumerate(self.steps) if one <= step][-WINDOW:] or range(WINDOW)
         values = self.columns.get(metric, ())
         measured = finite([values[place] for place in chosen if place < len(values)])
@@ -96,10 +96,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact that costs something, and what to try.
+    """A problem of a run, and what to try.
 
-    `words` are three at most, for a cell; `text` is a sentence with its numbers. The first of `metrics` is the one to
-    look at. `steps_ago` counts back from the last step to the moment.
+    `words` are at most three, for a cell; `text` is a sentence with numbers. The first of `metrics` is the one to look
+    at. `steps_ago` counts back from the last step.
     """
 
     kind: str
@@ -115,12 +115,12 @@ Rule = Callable[[History], Finding | None]
 
 
 def finite(values: Values) -> list[float]:
-    """Returns the values that are finite numbers, limited to `LARGEST`."""
+    """Returns the finite values, limited to `LARGEST`."""
     return [max(-LARGEST, min(value, LARGEST)) for value in values if value is not None and math.isfinite(value)]
 
 
 def ends_of(values: Values) -> tuple[float, float] | tuple[None, None]:
-    """Returns means of the finite values over the first and last 10 steps, or halves. None without any."""
+    """Returns means of the finite values over the first and last 10 steps, or over halves of fewer than 20."""
     values = finite(values)
     if not values:
         return None, None
@@ -129,7 +129,7 @@ def ends_of(values: Values) -> tuple[float, float] | tuple[None, None]:
 
 
 def not_finite(history: History) -> Finding | None:
-    """Finds NaN and infinity: the weights are usually lost already."""
+    """Finds NaN and infinity, after which the weights are usually lost."""
     for steps_ago in range(min(WINDOW, len(history.steps))):
         names = sorted(
             name
@@ -148,7 +148,7 @@ def not_finite(history: History) -> Finding | None:
 
 
 def entropy(history: History) -> Finding | None:
-    """Finds an entropy of a tenth of the first one. The samples of a group are then nearly equal and teach nothing."""
+    """Finds an entropy below a tenth of the first one. The samples of a group are then nearly equal."""
     values = finite(history.columns.get(ENTROPY, ()))
     now = history.mean(ENTROPY)
     if now is None or len(values) < 2 * WINDOW:
@@ -164,7 +164,7 @@ def entropy(history: History) -> Finding | None:
 
 
 def reward(history: History) -> Finding | None:
-    """Finds a reward below half of the best ten steps, by more than three standard errors: not noise of few groups."""
+    """Finds a reward below half of the best ten steps, by more than three standard errors to exclude noise."""
     now = history.last(REWARD)
     windows = [history.last(REWARD, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
     best = max((window for window in windows if window), key=statistics.fmean, default=None)
@@ -181,7 +181,7 @@ def reward(history: History) -> Finding | None:
 
 
 def _spike(history: History, metric: str, kind: str, text: str, advice: str, least: float = 0.0) -> Finding | None:
-    """Finds the largest recent value above ten times the usual one. `text` has places for `value` and `usual`."""
+    """Finds the largest recent value above ten times the usual value. `text` contains `{value}` and `{usual}`."""
     found: tuple[float, float, int] | None = None
     for steps_ago in range(WINDOW):
         newest = history.last(metric, 1, steps_ago)
@@ -198,11 +198,11 @@ def _spike(history: History, metric: str, kind: str, text: str, advice: str, lea
     return Finding(kind, f"spiked, usually {usual:.2g}", text, advice, (metric,), steps_ago=steps_ago)
 
 
-_LEAST_KL = 0.01  # Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16.
+_LEAST_KL = 0.01  # Nats. With equal weights, engine and trainer differ by 0.001 to 0.01 in bfloat16.
 
 
 def kl(history: History) -> Finding | None:
-    """Ten times the usual divergence of one step: a server has old weights, or a batch is stale."""
+    """Finds a step with ten times the usual divergence. A server then has old weights, or a batch is stale."""
     return _spike(
         history, KL, "kl", "Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
         "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", _LEAST_KL,
@@ -210,7 +210,7 @@ def kl(history: History) -> Finding | None:
 
 
 def grad_norm(history: History) -> Finding | None:
-    """Finds a gradient norm of ten times the usual: unclipped, the step moves the weights as far as ten steps."""
+    """Finds a gradient norm of ten times the usual. Unclipped, such a step moves the weights as far as ten steps."""
     return _spike(
         history, GRAD_NORM, "grad_norm", "The gradient norm reached {value:.3g}, usually {usual:.3g}.",
         "Lower learning_rate or grad_clip if it repeats.",
@@ -220,7 +220,7 @@ def grad_norm(history: History) -> Finding | None:
 def _lasting(
     history: History, metric: str, limit: float, kind: str, words: str, text: str, advice: str, *also: str
 ) -> Finding | None:
-    """Finds that most of the last steps reach `limit`, and tells their mean. A single step has too few groups."""
+    """Finds that most of the last steps reach `limit`, and reports their mean. A single step has too few groups."""
     values = history.last(metric)
     if len(values) < WINDOW // 2 or statistics.median(values) < limit:
         return None
@@ -228,7 +228,7 @@ def _lasting(
 
 
 def mismatch(history: History) -> Finding | None:
-    """Finds more than rounding between the sides with equal weights. The trainer records what it allows by dtype."""
+    """Finds differences beyond rounding between engine and trainer. The trainer records the allowed difference."""
     values, allowed = history.last(MISMATCH), history.mean(ALLOWED_MISMATCH)
     if allowed is None or len(values) < WINDOW // 2 or statistics.median(values) <= allowed:
         return None
@@ -241,7 +241,7 @@ def mismatch(history: History) -> Finding | None:
 
 
 def truncation(history: History) -> Finding | None:
-    """Finds answers of which a fifth is cut off. The reward then depends on the limit as much as on the answer."""
+    """Finds that a fifth of the completions is cut off. The reward then depends on the limit too."""
     return _lasting(
         history, TRUNCATED, 20, "truncation", "limit too short", "{:.0f} % of the answers are cut off.",
         "Raise max_tokens (with max_model_len and seq_len), or set overlong_penalty_factor.",
@@ -254,7 +254,7 @@ def _task(history: History) -> str:
 
 
 def zero_advantage(history: History) -> Finding | None:
-    """Above two thirds, a trained group costs the generation of three."""
+    """Finds more than two thirds of groups without a signal, so that a trained group costs the generation of three."""
     task = _task(history)
     return _lasting(
         history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
@@ -264,7 +264,7 @@ def zero_advantage(history: History) -> Finding | None:
 
 
 def stale(history: History) -> Finding | None:
-    """Finds that a fifth of the generation is too old."""
+    """Finds that a fifth of the groups became too old."""
     return _lasting(
         history, STALE, 20, "stale", "often too old", "{:.0f} % of the groups became older than max_off_policy_steps.",
         "Lower max_async_rollout, or raise max_off_policy_steps.",
@@ -272,7 +272,7 @@ def stale(history: History) -> Finding | None:
 
 
 def staleness(history: History) -> Finding | None:
-    """Four versions behind, ratios leave the range that the losses trust."""
+    """Finds tokens that are four versions old. Their ratios leave the range that the losses trust."""
     return _lasting(
         history, AGE, 4, "staleness", "too far ahead", "Tokens are {:.1f} versions old.",
         "Lower max_async_rollout, or add inference servers.",
@@ -282,7 +282,7 @@ def staleness(history: History) -> Finding | None:
 def waiting(history: History) -> Finding | None:
     """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer.
 
-    Where many groups are discarded for equal rewards, other prompts shorten it without more servers.
+    If many groups are discarded for equal rewards, other prompts shorten a step without more servers.
     """
     advice = "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."
     if (share := history.mean(NO_SIGNAL) or 0.0) >= 40:
@@ -294,7 +294,7 @@ def waiting(history: History) -> Finding | None:
 
 
 def idle(history: History) -> Finding | None:
-    """Finds engines without a request half of the time. They wait for the trainer."""
+    """Finds engines that have no request half of the time because they wait for the trainer."""
     return _share(
         history, IDLE, "idle", "trainer too slow", "The inference servers have no request {share:.0f} % of the time.",
         "Raise max_async_rollout, or move GPUs from inference to the trainer.",
@@ -305,20 +305,20 @@ def _share(history: History, metric: str, kind: str, words: str, text: str, advi
     share, (top, _, bottom) = history.mean(metric), metric.partition(" / ")
     pairs = zip(history.columns.get(top, ())[-WINDOW:], history.columns.get(bottom, ())[-WINDOW:], strict=False)
     shares = [part / whole for part, whole in pairs if part is not None and whole]
-    # The first steps have waited for the engines to start and the caches to fill; a single long step says little.
+    # The first steps wait for engines to start and caches to fill, and a single long step says little.
     if share is None or share < 0.5 or len(shares) < WINDOW or statistics.median(shares) < 0.5:
         return None
     return Finding(kind, words, text.format(share=100 * share), advice, tuple(metric.split(" / ")))
 
 
-GROWN = 1.25  # growth that means something: the mean length of a batch varies by a few percent
-LEAST_FALL = 0.05  # fall of an eval without intervals that counts: five of a hundred items
+GROWN = 1.25  # smallest relevant growth; the mean length of a batch varies by a few percent
+LEAST_FALL = 0.05  # smallest relevant fall of an eval without intervals: five of a hundred items
 
 
 def reward_hacking(history: History) -> Finding | None:
     """Finds an eval that falls while the reward is exploited.
 
-    It falls outside its intervals while answers become longer or repeat themselves, or the reward rises.
+    It falls outside its intervals while completions become longer or more repetitive, or the reward rises.
     """
     for name in dict.fromkeys(point.name for point in history.evals):
         *earlier, newest = [point for point in history.evals if point.name == name]
@@ -350,7 +350,7 @@ def _has_fallen(best: EvalPoint, newest: EvalPoint) -> bool:
 
 
 def after(step: int) -> str:
-    """Returns when something was measured, in words. Steps count from 0; -1 is before training."""
+    """Returns the time of a measurement in words. Steps count from 0; -1 is before training."""
     if step < 0:
         return "before training"
     return "after 1 step" if step == 0 else f"after {step + 1} steps"
@@ -360,11 +360,11 @@ RULES: tuple[Rule, ...] = (
     *(not_finite, reward, entropy, reward_hacking, mismatch, kl, grad_norm, waiting, idle, zero_advantage, truncation),
     *(stale, staleness),
 )
-"""Every rule over steps and evals, what harms the result before what costs time. A finding has its rule's name."""
+"""All rules over steps and evals. Rules about the result precede rules about time. A finding has its rule's name."""
 
 
 def findings(history: History) -> list[Finding]:
-    """Returns what the rules find now, the worst first."""
+    """Returns the current findings, the worst first."""
     return [found for rule in RULES if (found := rule(history)) is not None]
 
 
@@ -373,7 +373,7 @@ STALLED_SECONDS = 300.0
 
 
 def stalled(silence: float | None, step_seconds: float | None) -> Finding | None:
-    """Finds a run without a step for ten times as long as one takes, and for five minutes. `silence` is in seconds."""
+    """Finds a run without a finished step for five minutes and ten times the usual duration. `silence` is seconds."""
     if silence is None or step_seconds is None or silence < max(STALLED_FACTOR * step_seconds, STALLED_SECONDS):
         return None
     text = f"No step has ended for {silence / 60:.0f} min; a step took {step_seconds:.0f} s."

@@ -1,4 +1,4 @@
-"""The state of a run in words: verdict, health strip, progress and recorded alerts, for pages and terminals."""
+"""Describes the state of a run for pages and terminals: verdict, health strip, progress and recorded alerts."""
 
 import re
 import statistics
@@ -39,18 +39,18 @@ CELLS = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a run is doing besides its steps. Times in seconds, None if unknown."""
+    """Activity of a run besides its steps. Times in seconds, None if unknown."""
 
     status: str
     error: str | None = None
     seconds_since_step: float | None = None
     step_seconds: float | None = None
     is_training: bool = True
-    """Whether steps are left."""
+    """Whether steps are still to come."""
 
 
 def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Returns the health strip. A metric that the run does not have gives no cell."""
+    """Returns the health strip, without cells for metrics that the run does not have."""
     shown = []
     for cell in CELLS:
         latest = history.mean(cell.metric)
@@ -72,14 +72,14 @@ def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
 
 HALF, TWICE = 0.5, 2.0
 LEAST_NO_SIGNAL = 30.0
-"""Percent of groups without a signal from which the verdict names them."""
+"""Percent of groups without a signal from which on the verdict mentions them."""
 
 
 def trend(history: History, metric: str) -> str:
-    """Returns how the last 10 steps differ from the first 10, and whether they still change.
+    """Returns how the last 10 steps differ from the first 10, and whether the metric still changes.
 
-    A difference counts from twice its standard error. `too early` without 12 steps. Whether it still changes is read
-    from the last 10 steps against the 10 before.
+    A difference counts if it exceeds twice its standard error. With fewer than 12 steps it is `too early`. The last 10
+    steps are compared with the 10 before to find whether the metric still changes.
     """
     now, before = history.last(metric.partition(" / ")[0]), history.last(metric.partition(" / ")[0], WINDOW, WINDOW)
     if len(now) < 2 or len(before) < 2:
@@ -97,7 +97,7 @@ def trend(history: History, metric: str) -> str:
 
 
 def _direction(history: History, metric: str, skip: int) -> int:
-    """Returns 1, -1, or 0 for noise: the last 10 steps against the 10 that end `skip` steps before the last."""
+    """Compares the last 10 steps with the 10 that end `skip` steps earlier. Returns 1, -1, or 0 for noise."""
     top = metric.partition(" / ")[0]
     now, then = history.last(top), history.last(top, WINDOW, skip)
     if len(then) < 2:
@@ -110,7 +110,7 @@ def _direction(history: History, metric: str, skip: int) -> int:
 
 
 def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
-    """Returns what came out, what cost most, and one advice for a run that can still take it.
+    """Returns sentences: the outcome, the worst problem, and one advice if the run can still use it.
 
     An error or a stall comes first.
     """
@@ -146,8 +146,8 @@ def step_seconds(started: Values, ended: Values) -> float | None:
 
 
 RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
-REPEATED_KINDS = RULE_KINDS | {"disk"}  # what `watch` reports again while it lasts
-STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: steps that must end after it
+REPEATED_KINDS = RULE_KINDS | {"disk"}  # kinds that `watch` reports again while the problem lasts
+STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: number of later steps that resolve it
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
@@ -156,12 +156,12 @@ _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
 def alerts(
     rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding], ended: Values = ()
 ) -> list[dict[str, Any]]:
-    """Returns recorded alerts, newest first, as `rows` are. One problem that was reported again is one alert.
+    """Returns recorded alerts, newest first like `rows`. Repeated reports of one problem are merged into one alert.
 
-    `ended`: when the steps ended, Unix seconds. `first_step` and `first_time` are those of its first report, `count` is
-    the number of reports. Resolved is what a rule does not find any more, a stall that a step ended, a logged line that
-    `rules.WINDOW` steps followed, a server that is back, an eval with a later result, anything of an earlier attempt,
-    and what only informs.
+    `ended` are the end times of the steps, in Unix seconds. `first_step` and `first_time` belong to the first report,
+    `count` is the number of reports. An alert is resolved if its rule finds nothing now, a step has ended since the
+    stall, `rules.WINDOW` steps followed the log line, the server is back, a later eval has a result, it belongs to an
+    earlier attempt, or it only informs.
     """
     now = {finding.kind for finding in found}
     works: set[str] = set()
@@ -204,7 +204,7 @@ def _steps_followed(time: float | None, ended: Values, count: int) -> bool:
 
 
 def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
-    """Returns whether two reports are about one problem. They are of one kind, and it lasted from one to the other."""
+    """Returns whether two reports of one kind are about one problem that lasted from one to the other."""
     if earlier["kind"] == "disk":
         return True
     between = (earlier["step"], later["first_step"])
@@ -228,7 +228,7 @@ def _stalled(state: State) -> list[Finding]:
 
 
 def _outcome(history: History) -> list[dict[str, Any]]:
-    """Returns the newest result of the first eval beside the earliest one; without evals, the change of the reward."""
+    """Returns the first and the newest result of the first eval or, without evals, the change of the reward."""
     if history.evals:
         points = [point for point in history.evals if point.name == history.evals[0].name]
         texts = [_accuracy(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]

@@ -1,7 +1,8 @@
-"""The alerts of a live run: evaluates the rules after each step, and reports what is new.
+"""Evaluates the rules after each step of a live run, and reports new findings.
 
-Owns the history that the rules read and when an alert is repeated. A problem is one alert until it has been gone for
-`rules.WINDOW` steps, or has lasted for `SILENT_STEPS`, so that a lasting or a flickering one is not an alert per step.
+Owns the history that the rules read, and the repetition of alerts. A problem is reported again only after it has been
+gone for `rules.WINDOW` steps or has lasted for `SILENT_STEPS`, so that a lasting or flickering problem is not an alert
+per step.
 """
 
 import math
@@ -31,11 +32,11 @@ class Watch:
 
     @property
     def history(self) -> History:
-        """What has been observed so far."""
+        """The steps and evals so far."""
         return History(self._columns, self._steps, self._evals)
 
     def resume(self, steps: Iterable[tuple[int, Mapping[str, float]]], evals: Iterable[EvalPoint]) -> None:
-        """Takes over the steps and evals of earlier attempts. What they had reported is not reported again."""
+        """Loads the steps and evals of earlier attempts. What they had reported is not reported again."""
         for step, metrics in steps:
             self._add(step, metrics)
         self._evals.extend(evals)
@@ -43,19 +44,19 @@ class Watch:
             self._fired_at[found.kind] = self._seen_at[found.kind] = self._steps[-1]
 
     def after_step(self, step: int, metrics: Mapping[str, float], seconds: float | None = None) -> list[Finding]:
-        """Returns what is new after a step of `seconds`. A step that is trained again replaces the earlier one."""
+        """Returns new findings after a step of `seconds`. A step that is trained again replaces the earlier one."""
         self._add(step, metrics)
         if seconds is not None:
             self._seconds = [*self._seconds[1 - rules.WINDOW :], seconds]
         return self._news()
 
     def after_eval(self, point: EvalPoint) -> list[Finding]:
-        """Returns what is new after an eval."""
+        """Returns new findings after an eval."""
         self._evals.append(point)
         return self._news() if self._steps else []
 
     def while_waiting(self, silence: float) -> list[Finding]:
-        """Returns a stall, once. `silence`: seconds since the last step ended."""
+        """Returns a stall, once. `silence` is the seconds since the last step ended."""
         usual = statistics.median(self._seconds) if self._seconds else None
         found = rules.stalled(silence, usual)
         if found is None or self._stalled_after == self._steps[-1]:
@@ -64,7 +65,7 @@ class Watch:
         return [found]
 
     def check_disk(self, free: float, total: float, folder: str, now: float) -> list[Finding]:
-        """Returns a disk that is nearly full, once per hour and level. Sizes in bytes, `now` in seconds."""
+        """Returns a nearly full disk, once per hour and level. Sizes in bytes, `now` in seconds."""
         found = rules.disk(free, total, folder)
         if found is None or now - self._disk_at.get(found.level, -math.inf) < DISK_SILENT_SECONDS:
             return []

@@ -1,17 +1,17 @@
-"""The async window, the prompt ledger, and the age bound of groups.
+"""Defines the async window, the prompt ledger, and the age bound of groups.
 
 Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = training steps whose weights are synced,
-k = `max_async_rollout` and A = groups opened less groups discarded, a group may be opened if and only if
-A < (v + 1 + k) * B. So k = 0 is strictly synchronous, a discarded group is replaced at once, and there is no surplus.
+k = `max_async_rollout` and A = opened minus discarded groups, a group may be opened exactly if A < (v + 1 + k) * B. So
+k = 0 is strictly synchronous, a discarded group is replaced at once, and no group is generated in excess.
 
 The ledger's invariant: prompts opened = trained + dropped (each with a reason) + still open. A prompt whose group
 became too old is requeued and stays open.
 
-A group's age is v less the version of its oldest trained token; a group without tokens has no age. A request in the
-engine counts with the version that its server had when it was sent, the oldest possible one. With
-m = `max_off_policy_steps`, a group older than m is withdrawn: its finished samples are discarded, its running requests
-are aborted, and its prompt is requeued at the front, at most `MAX_REQUEUES` times, after which it is dropped as too
-slow. So no token older than m versions is trained.
+A group's age is v minus the version of its oldest trained token; a group without tokens has no age. A running request
+has the version that its server had when the request was sent, the oldest possible version. With m =
+`max_off_policy_steps`, a group older than m is withdrawn: its finished samples are discarded, its running requests are
+aborted, and its prompt is requeued at the front. After `MAX_REQUEUES` requeues, the prompt is dropped as too slow. So
+no token older than m versions is trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AsyncWindow:
         return self.outstanding < (self.version + 1 + self.max_async_rollout) * self.batch_size
 
     def opened(self) -> None:
-        """Counts a group that was just opened."""
+        """Counts an opened group."""
         assert self.may_open(), "a group was opened outside the async window"
         self.outstanding += 1
 
@@ -65,7 +65,7 @@ class LedgerState(TypedDict):
 
 @dataclass
 class Ledger:
-    """Every opened prompt and its outcome. Only open prompts are kept individually; the rest are counts."""
+    """Keeps the outcomes of all opened prompts. Only open prompts are kept individually; the rest are counts."""
 
     open: set[int] = field(default_factory=set)
     num_opened: int = 0
@@ -77,7 +77,7 @@ class Ledger:
     _num_requeues: Counter[int] = field(default_factory=Counter)
 
     def opened(self, n: int) -> None:
-        """Counts a group opened for prompt n, initially or after a requeue."""
+        """Counts a group opened for prompt n, for the first time or after a requeue."""
         if n in self._waiting:
             self._waiting.remove(n)
             return
@@ -86,7 +86,7 @@ class Ledger:
         self.num_opened += 1
 
     def requeued(self, n: int) -> None:
-        """Counts a requeue of prompt n, which then waits."""
+        """Counts a requeue of prompt n, which waits for another group."""
         assert n in self.open, f"prompt {n} is not open"
         assert n not in self._waiting, f"prompt {n} was requeued twice"
         self._waiting.add(n)
@@ -110,7 +110,7 @@ class Ledger:
         self.dropped[reason] += 1
 
     def state_dict(self, open_prompts: Iterable[int], undropped: Mapping[int, str] | None = None) -> dict[str, Any]:
-        """Returns the counts for a run that opens these prompts again, also the dropped ones of `undropped`."""
+        """Returns the counts for a run that opens these prompts again, and also the dropped prompts in `undropped`."""
         kept, undropped = sorted(open_prompts), undropped or {}
         return {
             "open": kept,
@@ -140,8 +140,8 @@ class Ledger:
 
 
 MAX_REQUEUES = 2
-"""Requeues of a prompt whose group became too old. Without this bound, a prompt whose answers always take longer than m
-steps would occupy the window forever."""
+"""Most requeues of a prompt whose group became too old. Without this bound, a prompt whose completions always take
+longer than m steps would occupy the window forever."""
 
 TOO_SLOW = "too_slow"
 MAX_ASYNC = "max_async"  # discard reason of groups that became too old
@@ -149,19 +149,19 @@ MAX_ASYNC = "max_async"  # discard reason of groups that became too old
 
 @dataclass(frozen=True)
 class Staleness:
-    """The age bound of a run; `max_age` is `max_off_policy_steps`, -1 for none."""
+    """The age bound of a run. `max_age` is `max_off_policy_steps`, or -1 for no bound."""
 
     max_age: int
 
     def is_stale(self, group: Group, version: int) -> bool:
         """Returns whether the group is too old at policy version `version`."""
-        # No token is older than the version at which its group was opened, which every open server has loaded. So most
-        # groups are decided without their samples, which matters with thousands running.
+        # No token is older than the version at which its group was opened, because every open server has loaded it. So
+        # most groups are decided without their samples, which matters with thousands running.
         if self.max_age < 0 or version - group.start_version <= self.max_age:
             return False
         oldest = group.oldest_version()
         return oldest is not None and version - oldest > self.max_age
 
     def stale(self, groups: Iterable[Group], version: int) -> list[Group]:
-        """Returns the stale groups, newest prompt first: requeueing each at the front then restores the order."""
+        """Returns the stale groups, newest prompt first, so that requeueing each at the front restores the order."""
         return sorted((g for g in groups if self.is_stale(g, version)), key=lambda g: -g.group_id)

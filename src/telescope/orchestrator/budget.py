@@ -1,7 +1,7 @@
-"""The error budget of each environment.
+"""Limits the errors of each environment.
 
 A failed sample is masked. But a run whose environment mostly fails does not train on what the user intended, so it
-stops with the causes.
+stops and reports the causes.
 
 Prompts and samples are counted separately, against the same share, because prompts are rendered ahead: they would all
 fail before the first sample could succeed.
@@ -19,7 +19,7 @@ MIN_FAILURES = 16  # failures before a share above 0 is checked, so that a bad f
 WINDOW = 512  # number of newest outcomes over which the share is computed
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
-"""Prefix of the pool's messages, which differs between samples with the same cause."""
+"""Prefix of the pool's messages, which differs between samples that failed for the same reason."""
 
 
 What = Literal["samples", "prompts"]
@@ -32,7 +32,7 @@ class _Failure:
 
 
 class ErrorBudget:
-    """Counts the failures of each environment. Raises `RunError` with the commonest causes above the allowed share."""
+    """Counts the failures of each environment. Above the allowed share, raises `RunError` with the causes."""
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
@@ -40,11 +40,11 @@ class ErrorBudget:
         self._outcomes: dict[tuple[str, str], deque[_Failure | None]] = {}
 
     def succeeded(self, what: What, environment: str) -> None:
-        """Counts a scored sample, or a rendered prompt."""
+        """Counts a scored sample or a rendered prompt."""
         self._window(what, environment).append(None)
 
     def failed(self, what: What, environment: str, item: int, message: str) -> None:
-        """Counts a sample or prompt that its environment failed. Raises RunError with the most common causes."""
+        """Counts a sample or prompt for which its environment failed. Raises RunError with the most common causes."""
         outcomes = self._window(what, environment)
         lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
         ends = dict.fromkeys((single_line(lines[0]), single_line(lines[-1])))
@@ -64,7 +64,7 @@ class ErrorBudget:
         )
 
     def state_dict(self) -> dict[str, list[tuple[int, str] | None]]:
-        """Returns the outcomes in the windows: None, or item and message of a failure."""
+        """Returns the outcomes in the windows: None, or the item and message of a failure."""
         return {
             f"{what}/{environment}": [None if o is None else (o.item, o.message) for o in outcomes]
             for (what, environment), outcomes in self._outcomes.items()

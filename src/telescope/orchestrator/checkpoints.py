@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when, where, and which are kept.
+"""Writes, keeps and loads the checkpoints of a run.
 
     checkpoints/step_N/         after N finished training steps
         meta.json               step, model, ranks, versions, config and the digest of every file; written last
@@ -44,12 +44,12 @@ META = "meta.json"
 STATE = "orchestrator_state.json"
 HF_META = "hf_meta"
 PARTIAL = ".partial-"  # name prefix of an incomplete checkpoint, which the next start removes
-PROGRESS_SECONDS = 5.0  # how often a wait for the disk resets the watchdog
+PROGRESS_SECONDS = 5.0  # interval at which a wait for the disk resets the watchdog
 SLOW_SECONDS = 5.0  # a longer wait for the disk is reported
 LAYOUT_VERSION = 1  # Version of the files of a checkpoint. Raise it when an older Telescope could not read them.
 
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
-"""Name of the folder of a complete checkpoint. `step_0060` is not one: no step has that folder."""
+"""Name of a complete checkpoint's folder. `step_0060` does not match, because no step has that folder."""
 
 
 class _SavedEnvironment(msgspec.Struct):
@@ -59,7 +59,7 @@ class _SavedEnvironment(msgspec.Struct):
 
 
 class SavedConfig(msgspec.Struct):
-    """The fields of a checkpoint's config that are read without the schema of this version."""
+    """The fields of a checkpoint's config that are read without this version's schema."""
 
     environments: list[_SavedEnvironment] = []
     evals: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ class _Base(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    """Schema of `meta.json`. Earlier versions wrote neither `files` nor `base` nor `run`."""
+    """Schema of `meta.json`. Earlier versions did not write `files`, `base` and `run`."""
 
     layout: int
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -95,7 +95,7 @@ class _Meta(msgspec.Struct):
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is none, or of another version."""
+    """Returns `meta.json` of a checkpoint. Raises `UserError` if the folder is no checkpoint or has another version."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give the step_N folder of a checkpoint")
     if not (folder / META).exists():
@@ -117,7 +117,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def refuse_damage(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Reads all files of a checkpoint. Raises `UserError` if one is not what was written."""
+    """Reads all files of a checkpoint. Raises `UserError` if a file has changed since it was written."""
     if found := damage(folder, meta.get("files", {})):
         earlier = [f"step_{step}" for step in CheckpointFolder(folder.parent).steps() if step < meta["step"]]
         there_is = f" (there is {', '.join(earlier)})" if earlier else ""
@@ -133,7 +133,7 @@ class Checkpoint:
     meta: dict[str, Any]
     state: RunState
     notes: tuple[str, ...] = ()
-    """Messages for the user of the run that continues from it (`resume`)."""
+    """Messages for the user of the run that continues from this checkpoint (`resume`)."""
 
 
 class CheckpointFolder:
@@ -144,7 +144,7 @@ class CheckpointFolder:
 
     @classmethod
     def for_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
-        """Returns the folder of `checkpoint_dir`, by default in the run directory."""
+        """Returns the folder in `checkpoint_dir`, by default in the run directory."""
         return cls(choose_checkpoint_dir(config.checkpoint_dir, run_dir))
 
     def steps(self) -> list[int]:
@@ -159,14 +159,14 @@ class CheckpointFolder:
         return self.path / f"step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Makes the empty folder for the checkpoint of a step. Raises `OSError`."""
+        """Creates the empty folder for a step's checkpoint. Raises `OSError`."""
         partial = self.path / f"{PARTIAL}step_{step}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
     def complete(self, partial: Path, step: int, meta: dict[str, Any]) -> Path:
-        """Gives a written checkpoint its name. Raises `OSError`."""
+        """Renames a written checkpoint to its final name. Raises `OSError`."""
         replace_json(partial / META, meta)
         folder = self.folder_of(step)
         partial.rename(folder)
@@ -181,7 +181,7 @@ class CheckpointFolder:
         return removed
 
     def continue_after(self, step: int) -> None:
-        """Removes remains of an interrupted write, and later checkpoints: their attempt is not continued."""
+        """Removes remains of interrupted writes, and checkpoints after `step`, which belong to an abandoned attempt."""
         for later in [known for known in self.steps() if known > step]:
             self._remove(later)
         for left in self.path.glob(f"{PARTIAL}step_*"):
@@ -195,7 +195,7 @@ class CheckpointFolder:
         shutil.rmtree(renamed)
 
     def load(self, wanted: bool | int) -> Checkpoint:
-        """Reads the newest checkpoint (true) or a step's, without weights. Raises `UserError`."""
+        """Reads the newest checkpoint (if `wanted` is true) or that of a step, without weights. Raises `UserError`."""
         steps = self.steps()
         if not steps:
             raise UserError(
@@ -236,7 +236,7 @@ def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int
 
 
 class CheckpointTrainer(Protocol):
-    """The trainer's ranks; implemented by `cluster.trainer_group`."""
+    """Interface of the trainer's ranks, implemented by `cluster.trainer_group`."""
 
     queue: asyncio.Lock
     world_size: int
@@ -248,7 +248,7 @@ class CheckpointTrainer(Protocol):
 
 @dataclass(eq=False)
 class Checkpointer:
-    """Writes the checkpoints of a running run."""
+    """Writes the checkpoints of a live run."""
 
     config: TelescopeConfig
     folder: CheckpointFolder
@@ -256,20 +256,20 @@ class Checkpointer:
     status: RunStatus
     _: KW_ONLY
     last_step: int = 0
-    """Step of the newest complete checkpoint, at first of that from which the run continues."""
+    """Step of the newest complete checkpoint, initially of the checkpoint from which the run continues."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Content of `hf_meta/`."""
     flush_record: Callable[[], object] = lambda: None
-    """Writes the rows of the step to disk, so that a run that continues after it misses none."""
+    """Writes the step's rows to disk, so that a run that continues from the checkpoint lacks none."""
     write: Callable[[str, dict[str, Any]], None] = lambda table, row: None
     """Adds a row to the record."""
     seconds_left: Callable[[], float | None] = lambda: None
-    """Returns how long the run still waits for a checkpoint, None without limit."""
+    """Returns how long the run still waits for a checkpoint, or None without a limit."""
     run_id: str | None = None
     _writing: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
-        """Begins the checkpoint of a finished step, if one is due. Waits while the last one is being written."""
+        """Starts the checkpoint of a finished step, if one is due. First waits until the last one is written."""
         every = int(self.config.checkpoint_every)
         if every and step % every == 0:
             await self.wait()
@@ -278,7 +278,7 @@ class Checkpointer:
     async def save_last(
         self, step: int, state: Callable[[], RunState], phase: str = "writing the last checkpoint"
     ) -> None:
-        """Writes the checkpoint of the last step, unless it exists. Waits while time is left."""
+        """Writes the checkpoint of the last step, unless it exists. Waits as long as time is left."""
         if self._writing is not None or (self.config.checkpoint_every and step > self.last_step):
             self.status.phase = phase
         await self.wait()
@@ -293,7 +293,7 @@ class Checkpointer:
             while not self._writing.done():
                 left = self.seconds_left()
                 if left == 0:
-                    self._writing.cancel()  # the next start removes what it leaves
+                    self._writing.cancel()  # the next start removes its remains
                     self._skipped(self._writing.get_name())
                     self._writing = None
                     return
@@ -309,7 +309,7 @@ class Checkpointer:
                 )  # fmt: skip
 
     async def ranks_replaced(self) -> None:
-        """Waits for the end of a write whose ranks are gone. `continue_after` removes what it leaves."""
+        """Waits for the end of a write whose ranks are gone. `continue_after` removes its remains."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
             if (error := self._writing.exception()) is not None:
@@ -317,7 +317,7 @@ class Checkpointer:
             self._writing = None
 
     async def _begin(self, step: int, values: dict[str, Any]) -> None:
-        """Copies the ranks' state, which a task then writes. `values` are the state of the loops."""
+        """Copies the ranks' state, which a task then writes. `values` is the state of the loops."""
         name = f"the checkpoint after step {step}"
         started_at, left = time.time(), self.seconds_left()
         if left == 0:
@@ -336,7 +336,7 @@ class Checkpointer:
             return
         except OSError as error:
             cause = with_free_space(error, partial)
-            with suppress(OSError):  # of the same cause; the ranks that did copy must finish
+            with suppress(OSError):  # the same cause; ranks that did copy must finish
                 await self.trainer.finish_checkpoint()
             await asyncio.to_thread(shutil.rmtree, partial, True)
             self._failed(step, cause)
@@ -374,7 +374,7 @@ class Checkpointer:
             logger.info("Removed %s (checkpoint_keep_last)", pluralize(len(removed), "checkpoint"))
 
     def _complete(self, step: int, partial: Path, values: dict[str, Any], digests: dict[str, str]) -> None:
-        """Adds what the driver writes. `digests` are those that the ranks computed."""
+        """Adds the driver's files. The ranks have computed `digests`."""
         replace_json(partial / STATE, values, indent=None)
         (partial / HF_META).mkdir()
         for name, content in self.model_files.items():
@@ -417,7 +417,7 @@ class Checkpointer:
 
 
 def with_free_space(error: OSError, folder: Path) -> str:
-    """Returns the error's text with the disk's free space. torch reports a full disk as an unexpected position."""
+    """Returns the error's text with the disk's free space, because torch's message for a full disk does not name it."""
     try:
         return f"{error} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are free on its disk)"
     except OSError:

@@ -5,8 +5,8 @@
     other machines      processor, memory, GPUs, likewise  --+                  ^
     this machine        the same, in threads of the driver ---------------------+
 
-Owns the sources and their intervals; `record.gauges` reads the values. Invariants: a collector blocks nothing else, and
-a source that does not answer costs a warning, is polled again, and delays no other source.
+Owns the sources and their intervals; `record.gauges` reads the values. Invariants: a collector blocks nothing else. A
+source that does not respond causes a warning, is polled again, and delays no other source.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 30.0  # Time for a source to answer. A rank that loads a model may block its process for long.
+ANSWER_SECONDS = 30.0  # Time for a source to respond. A rank that loads a model may block its process for long.
 
 GIVEN_GPU = "gpu_given"
-"""Gauge, written once, of the GPUs assigned to a trainer rank or inference server: one row each, always 1."""
+"""Gauge that is written once for each GPU assigned to a trainer rank or inference server. Its value is always 1."""
 
 
 @dataclass
 class Source:
-    """A source of readings, polled every `interval` seconds. `columns` are shared by its rows."""
+    """A source of readings, polled every `interval` seconds. All its rows have `columns`."""
 
     name: str
     columns: dict[str, Any]
@@ -57,7 +57,7 @@ class Collectors:
         self._recorder = recorder
 
     async def run(self) -> None:
-        """Collects until cancelled. An error of a source does not end it."""
+        """Collects until cancelled. Continues after an error of a source."""
         await asyncio.gather(*(self._collect(source) for source in self._sources))
 
     async def _collect(self, source: Source) -> None:
@@ -107,7 +107,7 @@ def gauge_row(reading: Reading, source: Source, batch: ReadingBatch) -> dict[str
 def sources_of(
     config: TelescopeConfig, machine: MachineSampler, trainer: TrainerGroup, inference: InferenceGroup, hosts: HostGroup
 ) -> list[Source]:
-    """Returns all sources of a run. `machine` samples the driver's machine, `hosts` the others."""
+    """Returns all sources of a run. `machine` samples the driver's machine, `hosts` samples the others."""
     seconds = config.system_metrics_collection_interval_seconds
 
     async def take_here() -> ReadingBatch:

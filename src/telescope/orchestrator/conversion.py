@@ -3,8 +3,8 @@
 A checkpoint is read and written tensor by tensor (`trainer.backends.fsdp.checkpoint`, `trainer.hf_folder`), so memory
 does not grow with the model. Only `read_checkpoint` depends on the backend that wrote it.
 
-Invariant: a model folder names its checkpoint (`ModelOrigin`), so that a complete one is skipped and another one is not
-overwritten.
+Invariant: a model folder names its checkpoint (`ModelOrigin`), so that a complete conversion is skipped and another
+model is not overwritten.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from telescope.weights.plan import TensorMeta
 
 CONVERTED = "hf"  # folder of converted checkpoints in a run directory
-ADAPTER = "adapter"  # marks, in the place of a dtype, the folder of an adapter
+ADAPTER = "adapter"  # takes the place of a dtype in the origin of an adapter's folder
 CONVERTED_ADAPTERS = "adapters_hf"  # folder of converted adapters in a run directory
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes that a model can be cast to
-OnBytes = Callable[[int, int], None]  # called with the bytes that are written and those of the whole model
+OnBytes = Callable[[int, int], None]  # called with the bytes written so far and the bytes of the whole model
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def config_of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def is_converted(checkpoint: Path, target: Path, dtype: str | None = None) -> bool:
-    """Returns whether `target` is the complete model of this checkpoint. False if it is damaged.
+    """Returns whether `target` is the complete model of this checkpoint. False if it is damaged, missing or empty.
 
-    Raises `UserError` if it is anything else but an empty or missing folder.
+    Raises `UserError` if it contains anything else.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
@@ -107,8 +107,8 @@ def convert(
 ) -> None:
     """Writes the model of a checkpoint to `target`.
 
-    `target` appears when it is complete, in `dtype` (default: as saved). Raises `UserError` if `checkpoint` is none or
-    damaged, `RunError` if the disk is full.
+    `target` appears when it is complete. Its `dtype` is by default that of the checkpoint. Raises `UserError` if
+    `checkpoint` is damaged or no checkpoint, `RunError` if the disk is full.
     """
     import torch
 
@@ -141,10 +141,10 @@ def convert(
 
 
 def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
-    """Returns the weights of a checkpoint of any backend. Tied ones come once. `config` is the model's config.json.
+    """Returns the weights of any backend's checkpoint, tied weights once. `config` is the model's config.json.
 
-    At most `read_bytes` of them, or the largest tensor, are in memory; of a Megatron checkpoint one parameter at a
-    time. Raises `UserError` for an unknown format.
+    Memory holds at most `read_bytes` or the largest tensor, and for a Megatron checkpoint one parameter. Raises
+    `UserError` for an unknown format.
     """
     import torch
 
@@ -182,13 +182,13 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
 
 
 def adapter_settings(meta: dict[str, Any]) -> SavedConfig | None:
-    """Returns the config of the run if the checkpoint has adapters. None if it has all weights."""
+    """Returns the run's config if the checkpoint has adapters, or None if it has all weights."""
     config = msgspec.convert(meta["config"], SavedConfig)
     return config if config.lora_rank else None
 
 
 def _base_of(checkpoint: Path, meta: dict[str, Any]) -> Path:
-    """Returns the first model's folder, relative to here or to one above the checkpoint. It need not exist."""
+    """Returns the folder of the run's first model, searched for here and above the checkpoint. It need not exist."""
     typed = meta["model"]
     known = (meta.get("base") or meta)["model"]
     places = [Path(known), user_path(typed), *(parent / typed for parent in checkpoint.absolute().parents)]
@@ -204,7 +204,7 @@ def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _merged_weights(checkpoint: Path, meta: dict[str, Any], config: SavedConfig) -> ModelWeights:
-    """Returns the first model's weights plus the checkpoint's adapters, in `model_dtype`."""
+    """Returns the first model's weights with the checkpoint's adapters added, in `model_dtype`."""
     import torch
 
     from telescope.trainer.lora import A, B, is_adapter, merged
@@ -240,7 +240,7 @@ def _merged_weights(checkpoint: Path, meta: dict[str, Any], config: SavedConfig)
 
 
 def convert_adapter(checkpoint: Path, target: Path) -> None:
-    """Writes the adapter of a checkpoint to `target` in peft's format. Raises `UserError` if it has none."""
+    """Writes the adapter of a checkpoint to `target` in peft's format. Raises `UserError` if it has no adapter."""
     from telescope.trainer.lora import adapter_tensors, config_of_adapter, write_adapter
 
     meta = read_meta(checkpoint)
@@ -284,7 +284,7 @@ def _is_tied(config: bytes) -> bool:
     if tied is None:  # the default of the architecture
         try:
             tied = AutoConfig.for_model(values["model_type"]).tie_word_embeddings
-        except (KeyError, ValueError):  # custom code: a second copy of the weight does no harm
+        except (KeyError, ValueError):  # custom code; a second copy of the weight does no harm
             tied = False
     return bool(tied)
 

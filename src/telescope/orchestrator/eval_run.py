@@ -1,11 +1,11 @@
-"""Evaluates saved checkpoints and models: from the request to the results.
+"""Evaluates saved checkpoints and models, from the request to the results.
 
 One pool of servers measures all models; each is loaded into the running engines (`folder_weights`). Environments,
 servers and sampling are those of a training run (`run_components`, `evaluation`), without a trainer. Finished samples
-are kept in `samples.jsonl` of the output folder, so that the same evaluation continues after an interruption.
+are kept in `samples.jsonl` in the output folder, so that the same evaluation can continue after an interruption.
 
-Results go to the record of the run that the checkpoints belong to, or to that of the output folder without a run or if
-it is live.
+Results go to the record of the run that the checkpoints belong to. Without such a run, or if it is live, they go to a
+record in the output folder.
 """
 
 import asyncio
@@ -40,27 +40,27 @@ OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current 
 
 @dataclass(frozen=True)
 class EvalJob:
-    """A checked evaluation. `numbers` are the evals' numbers in the run, or new ones.
+    """A checked evaluation. `numbers` are the evals' numbers in the run, or new numbers.
 
-    `run_dir` is the run whose record receives the results; None: the record of the output folder.
+    `run_dir` is the run whose record receives the results. If it is None, the record is in the output folder.
     """
 
     config: TelescopeConfig
     targets: list[EvalTarget]
     numbers: list[int]
     digest: str
-    """Of all settings that change results."""
+    """Digest of all settings that change results."""
     output: Path
     run_dir: Path | None
     notes: list[str]
 
     @property
     def session(self) -> str:
-        """Returns the prefix of the ids of its evals, which makes them unique in the run's record."""
+        """Returns the id prefix of this job's evals, which makes them unique in the run's record."""
         return f"standalone-{self.digest}"
 
     def eval_names(self) -> dict[str, str]:
-        """Returns the ids of its evals in the record, and their names, with their numbers if ambiguous."""
+        """Returns the names of this job's evals by their ids in the record. Ambiguous names include the number."""
         names = [entry.name for entry in self.config.evals]
         return {
             f"{self.session}-eval{number}-{name}-v{self.version_of(target)}": f"{name}#{number}"
@@ -92,7 +92,7 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """All results, and sentences about evals without one."""
+    """All results, and a sentence for each eval without a result."""
 
     job: EvalJob
     results: list[TargetResult]
@@ -108,7 +108,7 @@ def prepare(
     num_samples: int | None = None,
     output: Path | None = None,
 ) -> EvalJob:
-    """Checks an evaluation of `names`, else of the request's or the run's evals. Raises `UserError`."""
+    """Checks an evaluation of `names`, or by default the request's or the run's evals. Raises `UserError`."""
     targets = find_targets(request.command, sources, steps)
     run_config = next((values for target in targets if (values := target.run_config()) is not None), None)
     runs = {target.run_dir for target in targets}
@@ -142,7 +142,7 @@ def prepare(
 def choose_evals(
     given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], names: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
-    """Returns the evals in `names`, else those of the file, else those of the run, with their settings.
+    """Returns the evals in `names`, or else the file's evals, or else the run's evals, with their settings.
 
     Raises `UserError` if there are none.
     """
@@ -163,7 +163,7 @@ def choose_evals(
 
 
 def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry]) -> list[int]:
-    """Returns each eval's number, on which its seeds depend. It is that of the run's eval of the same name."""
+    """Returns each eval's number, which determines its seeds. It equals the number of the run's eval with that name."""
     free = {number: entry.name for number, entry in enumerate(entries_of_run)}
     numbers, later = [], len(entries_of_run)
     for entry in entries:
@@ -177,7 +177,7 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
 
 
 def _check_output(job: EvalJob) -> None:
-    """Makes the output folder. Raises `UserError` if it holds another measurement or cannot be written."""
+    """Creates the output folder. Raises `UserError` if it has results of other settings or cannot be written."""
     marker = job.output / "measurement"
     try:
         job.output.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class _EvalRun:
         self._status.messages.extend(job.notes)
         self._session = Session(self._status, view)
         self._scratch = job.output / "models"
-        """Converted checkpoints, removed when they are measured."""
+        """Folder of converted checkpoints, each removed after it is measured."""
         self._results: list[TargetResult] = []
         self._problems: list[str] = []
 
@@ -227,7 +227,7 @@ class _EvalRun:
         directory.recorder = recorder
 
         async def choose_model(components: RunComponents) -> TelescopeConfig | None:
-            """Returns the config of servers with the first model. None: all samples are done already."""
+            """Returns the config of servers with the first model, or None if all samples exist."""
             components.evals = [
                 replace(plan, number=number, session=job.session)
                 for plan, number in zip(components.evals, job.numbers, strict=True)
@@ -255,7 +255,7 @@ class _EvalRun:
                 status.phase = f"loading {target.description}"
                 await weights.use(folder, version, servers.up)
                 if previous.parent == self._scratch and str(previous) != components.config.model:
-                    shutil.rmtree(previous)  # a server that restarts begins with the first
+                    shutil.rmtree(previous)  # a restarted server begins with the first model
             self._results.append(TargetResult(target, version, await evaluation.run_all(version)))
 
     async def _folder_of(self, target: EvalTarget) -> Path:

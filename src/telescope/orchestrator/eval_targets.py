@@ -1,7 +1,7 @@
 """Finds the checkpoints and models of `telescope eval` and their model folders.
 
-A target is a native checkpoint, a model folder, or a model of the Hugging Face hub. A native checkpoint is converted to
-a temporary folder, unless its run has a converted one.
+A target is a native checkpoint, a model folder, or a model of the Hugging Face hub. A native checkpoint is converted
+into a temporary folder, unless its run already has a converted copy.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from telescope.utils.text import user_path
 from telescope.weights.model_folder import read_origin, weight_files
 
 CONFIG = "config.json"
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # files of a hub model that are needed
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # required files of a hub model
 
 SAME_IN_ALL = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -43,7 +43,7 @@ SAME_IN_ALL = (
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """One model to measure. `path` is its folder; `is_native`: a checkpoint of a run, not yet converted."""
+    """One model to measure. `path` is its folder. If `is_native`, it is a checkpoint that must be converted."""
 
     label: str
     path: Path
@@ -52,23 +52,23 @@ class EvalTarget:
 
     @property
     def run_dir(self) -> Path | None:
-        """Returns the run directory that contains it, or None."""
+        """Returns the run directory that contains the target, or None."""
         return next((parent for parent in self.path.resolve().parents[:2] if is_run(parent)), None)
 
     @property
     def description(self) -> str:
-        """Returns the label, and where the weights of a model folder are from."""
+        """Returns the label and the origin of a model folder's weights."""
         origin = None if self.is_native else read_origin(self.path)
         return self.label if origin is None else f"{self.label} ({origin})"
 
     def run_config(self) -> dict[str, Any] | None:
-        """Returns the config of its run, or None."""
+        """Returns the config of the target's run, or None."""
         if self.is_native and isinstance(config := read_meta(self.path).get("config"), dict):
             return config
         return config_of_run(self.run_dir) or None if self.run_dir else None
 
     def identity(self) -> str:
-        """Returns a digest of the weights' origin. A converted checkpoint has that of the original."""
+        """Returns a digest of the weights' origin. A converted checkpoint has the digest of the original."""
         if self.is_native:
             origin: Any = identity_of(read_meta(self.path))
         elif (made_of := read_origin(self.path)) is not None:
@@ -79,14 +79,14 @@ class EvalTarget:
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_files_folder(self) -> Path:
-        """Returns the folder with config and tokenizer. Old checkpoints refer to the run's first model."""
+        """Returns the folder with config and tokenizer. Old checkpoints refer to the first model of their run."""
         if not self.is_native:
             return self.path
         kept = self.path / HF_META
         return kept if (kept / CONFIG).is_file() else user_path(read_meta(self.path)["model"])
 
     def model_folder(self, scratch: Path, dtype: str) -> Path:
-        """Returns a folder with its weights. Converts a checkpoint to `scratch` if necessary."""
+        """Returns a model folder with the weights. Converts a checkpoint to `scratch` if necessary."""
         if not self.is_native:
             return self.path
         run_dir = self.run_dir
@@ -102,8 +102,8 @@ class EvalTarget:
 def find_targets(command: EvalCommand, sources: Sequence[str], steps: Sequence[int] | None = None) -> list[EvalTarget]:
     """Returns the distinct targets of arguments and fields, sorted by step.
 
-    `sources` are the arguments. `steps` chooses among the checkpoints of runs and folders. Raises `UserError` for what
-    does not exist or cannot share an engine.
+    `sources` are the arguments. `steps` selects checkpoints of runs and folders. Raises `UserError` for targets that do
+    not exist or cannot share an engine.
     """
     found = [target for source in sources for target in _targets_of(source, steps)]
     if command.checkpoint_dir is not None:
@@ -168,7 +168,7 @@ def _target(path: Path) -> EvalTarget:
 
 
 def _download(name: str) -> Path:
-    """Returns the folder of a hub model, downloaded unless cached. Raises `UserError`."""
+    """Downloads a hub model unless it is cached. Returns its folder. Raises `UserError`."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -180,7 +180,7 @@ def _download(name: str) -> Path:
 
 
 def _refuse_different_models(targets: Sequence[EvalTarget]) -> None:
-    """Raises `UserError` unless all models have one shape and one tokenizer."""
+    """Raises `UserError` unless all models have the same shape and tokenizer."""
     first = targets[0]
     for other in targets[1:]:
         one, two = (read_json(t.model_files_folder() / CONFIG) or {} for t in (first, other))

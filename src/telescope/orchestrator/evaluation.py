@@ -1,12 +1,12 @@
-"""The evals of a run: before, during and after training.
+"""Runs the evals of a run before, during and after training.
 
-Owns the plan of evals, the set of held-out items, the schedule and the recording of results; `evals.runner` samples, by
+Owns the plan of evals, the set of held-out items, the schedule and the recording of results. `evals.runner` samples by
 the same path as training.
 
-During training an eval runs in a task of its own, on servers that serve no rollouts. It leases them at one policy
-version (`servers.EvalLease`), so training and weight syncs of the other servers continue. Evals that share servers
-start together, and one that is due while the last is still running is skipped and reported. An eval that fails is
-reported and ends neither the others nor the run.
+During training an eval runs in its own task, on servers that serve no rollouts. It leases them at one policy version
+(`servers.EvalLease`), so training and weight syncs of the other servers continue. Evals that share servers start
+together. An eval that is due while the last one is still running is skipped and reported. An eval that fails is
+reported, and ends neither the others nor the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _EvalShare:
     plans: list[PlannedEval]
     servers: list[int]
     version: int = 0
-    """Policy version of the newest ones."""
+    """Policy version of the newest evals."""
     task: asyncio.Task[Any] | None = None
 
     @property
@@ -69,31 +69,31 @@ class Evaluation:
     results: list[EvalResult] = field(default_factory=list)
     """Results so far, those of earlier attempts included."""
     problems: list[str] = field(default_factory=list)
-    """Evals that failed, were skipped, or have more failed samples than the error budget: a sentence each."""
+    """Sentences about evals that failed, were skipped, or exceed the error budget."""
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
     samples: SamplesFile | None = None
-    """Keeps finished samples and has those of an interrupted evaluation (`telescope eval`)."""
+    """Keeps finished samples, and contains those of an interrupted evaluation (`telescope eval`)."""
     recorded: frozenset[str] = frozenset()
-    """Ids of evals that are finished in the record already."""
+    """Ids of evals that the record already has as finished."""
 
     def __post_init__(self) -> None:
         dedicated = sorted(self.servers.dedicated)
         num_shares = min(len(dedicated), len(self.plans))
         self._shares = [_EvalShare(self.plans[n::num_shares], dedicated[n::num_shares]) for n in range(num_shares)]
         self._run_waits = True
-        """Whether the run waits for the running evals, which then are its progress."""
+        """Whether the run waits for the running evals, so that the live view shows their progress."""
 
     @property
     def held_out_uids(self) -> frozenset[str]:
-        """Identities of the items that are never trained on."""
+        """Identities of items that are never trained on."""
         return frozenset(item.prompt.sample_uid for plan in self.plans if plan.held_out for item in plan.items)
 
     def num_reserved(self, environment_key: str) -> int:
-        """Returns the number of items at a dataset's head reserved for evals."""
+        """Returns how many items at the start of a dataset are reserved for evals."""
         return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
 
     def history(self) -> list[EvalResult]:
-        """Returns the results for a checkpoint. Only the baselines, which later gains refer to, keep their items."""
+        """Returns the results for a checkpoint. Only baselines, which later gains refer to, keep their items."""
         return [
             result if self._baseline(result) is result else dataclasses.replace(result, by_item={})
             for result in self.results
@@ -102,10 +102,10 @@ class Evaluation:
     # Before and after training
 
     async def run_all(self, version: int) -> list[EvalResult]:
-        """Runs every eval with the trainer's current weights, which are `version`. Returns the results.
+        """Runs every eval with the trainer's current weights, which have this version. Returns the results.
 
-        Uses all servers, or the dedicated ones (`eval_start_end_use_all_servers: false`). Evals that are still running
-        are superseded.
+        Uses all servers, or only the dedicated servers (`eval_start_end_use_all_servers: false`). Cancels evals that
+        are still running.
         """
         await self.cancel(f"superseded by the one at version {version}")
         self._run_waits = True
@@ -133,7 +133,7 @@ class Evaluation:
         await self.cancel(f"training continues after step {step}", later_than=step)
 
     async def cancel(self, reason: str, *, later_than: int = -1) -> None:
-        """Cancels the running evals of later versions."""
+        """Cancels the running evals whose version is later than `later_than`."""
         running = [
             share.task for share in self._shares if share.task and share.is_running and share.version > later_than
         ]
@@ -146,8 +146,8 @@ class Evaluation:
     async def start_due(self, step: int, done: frozenset[int] = frozenset()) -> None:
         """Starts the evals that are due after `step` finished steps.
 
-        Those with a number in `done` are left out. Call it between two training steps. Waits at most for a weight sync
-        of servers that missed the last one.
+        Leaves out evals whose number is in `done`. Call it between two training steps. Waits at most for a weight sync
+        of servers that missed the last sync.
         """
         self._run_waits = False
         if step >= self.config.number_of_steps and self.config.eval_after_training:
@@ -165,13 +165,13 @@ class Evaluation:
                 lease = await self.servers.lease(servers, step)
                 share.version = step
                 share.task = self.spawn(self._run(due, lease), f"evals at version {step}")
-                # Also if it is cancelled before it begins.
+                # Also if the task is cancelled before it begins.
                 share.task.add_done_callback(lambda _, lease=lease: self.servers.release(lease))  # type: ignore[misc]
 
     # One eval
 
     async def _run(self, plans: Sequence[PlannedEval], lease: EvalLease) -> list[EvalResult]:
-        """Runs evals concurrently on leased servers, and releases them. Returns the results of those that finished."""
+        """Runs evals concurrently on leased servers, then releases them. Returns the results of finished evals."""
         try:
             results = await asyncio.gather(*(self._run_one(plan, lease) for plan in plans))
         finally:
@@ -179,7 +179,7 @@ class Evaluation:
         return [result for result in results if result is not None]
 
     async def _run_one(self, plan: PlannedEval, lease: EvalLease) -> EvalResult | None:
-        """Runs and records one eval. Returns None if it failed, which is reported."""
+        """Runs and records one eval. Reports a failure and returns None."""
         version, component = lease.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
         failures, prompt_keys = list[str](), dict[int, str]()
@@ -232,7 +232,7 @@ class Evaluation:
     async def _sample_and_score(
         self, plan: PlannedEval, lease: EvalLease, on_sample: Callable[[EvalItem, Trajectory], None]
     ) -> EvalResult:
-        """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
+        """Returns the result of one eval. Raises InfrastructureError if no server has the weights any more."""
         num_slots = max(lease.slots.capacities, default=1)
         finished = self.samples.finished(plan) if self.samples is not None else {}
         self.status.eval_done += len(finished)
@@ -246,7 +246,7 @@ class Evaluation:
                 settings=dataclasses.replace(
                     self.settings, slot_timeout=self.settings.slot_timeout * (1 + plan.num_samples // num_slots)
                 ),
-                # The same seeds at every version, so that a changed result means a changed policy.
+                # Every version uses the same seeds, so that a changed result means a changed policy.
                 seed=(self.config.seed, "eval", plan.number),
                 group_ids=self.group_ids,
                 on_sample=on_sample,
@@ -268,7 +268,7 @@ class Evaluation:
             await asyncio.gather(running, lost, return_exceptions=True)
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
-        """Reports a result in the record, log and live view."""
+        """Writes a result to the record, the log and the live view."""
         version, label, estimate = result.version, self._label(plan), result.estimate
         if plan.id_at(version) not in self.recorded:
             self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
@@ -294,8 +294,8 @@ class Evaluation:
     def _report(
         self, plan: PlannedEval, version: int, started_at: float, status: str, error: str, used: set[int] | None = None
     ) -> None:
-        """Reports an eval without a result wherever results are shown."""
-        if not plan.session:  # a standalone evaluation continues, and records what has finished
+        """Reports an eval without a result in the record, the log and the live view."""
+        if not plan.session:  # a standalone evaluation can continue, and its finished samples are recorded
             row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
             self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
@@ -314,12 +314,12 @@ class Evaluation:
         return f"{plan.name}#{plan.number}" if twice else plan.name
 
     def _baseline(self, result: EvalResult) -> EvalResult | None:
-        """Returns the first result of the same eval, which gains refer to."""
+        """Returns the first result of the same eval, to which gains refer."""
         return next((r for r in self.results if (r.number, r.name) == (result.number, result.name)), None)
 
 
 def eval_point(result: EvalResult, label: str) -> EvalPoint:
-    """Returns a result as the rules of `health` read it."""
+    """Converts a result to the input of the `health` rules."""
     low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
     return EvalPoint(label, result.version - 1, result.accuracy, low, high)
 
@@ -327,7 +327,7 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
 async def plan_evals(
     config: TelescopeConfig, keys: EnvironmentKeys, environments: Prompts, settings: RolloutSettings
 ) -> list[PlannedEval]:
-    """Plans every eval of the config, in order. Raises as `check_eval_items` and `plan_eval` do."""
+    """Plans every eval of the config, in order. Raises the errors of `check_eval_items` and `plan_eval`."""
     check_eval_items(config, keys, {key: await environments.describe(key) for key in keys.evals})
     return [
         await plan_eval(entry, key, environments, settings.sampling, number)

@@ -1,8 +1,8 @@
-"""Sample filters and the overlong penalty.
+"""Filters samples and computes the overlong penalty.
 
 Pure functions of a trajectory, all off by default. A filtered sample counts as masked: its reward stays in the record,
-but is in no statistic of its group. Each sample is judged once, when it is scored, so that the group's learning signal
-and its advantages use the same rewards.
+but not in the statistics of its group. Each sample is filtered once, when it is scored, so that the group's learning
+signal and advantages use the same rewards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def normalized(reward: float, low: float | None, high: float | None) -> float:
 
 
 def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
-    """Raises ConfigError for `normalize_rewards` with an unknown or empty reward range. `infos`: one per entry."""
+    """Raises ConfigError for `normalize_rewards` without a known reward range. `infos` has one per environment."""
     if not config.normalize_rewards:
         return
     for entry, info in zip(config.environments, infos, strict=True):
@@ -53,12 +53,12 @@ class SampleFilters:
     rare_token: int | None = None
     """Token ids above this are rare."""
     rare_logprob: float = -math.inf
-    """A rare token sampled below this logprob makes its answer gibberish."""
+    """A completion is gibberish if it has a rare token with a logprob below this."""
     penalty_factor: float = 0.0
     penalty_from: int = 0
-    """Answer length, in tokens, from which the penalty grows."""
+    """Completion length, in tokens, from which the penalty grows."""
     penalty_buffer: int = 1
-    """Tokens over which it grows to its full amount."""
+    """Tokens over which the penalty grows to its full amount."""
 
     @classmethod
     def from_config(cls, config: Any, vocab_size: int | None = None) -> SampleFilters:
@@ -90,7 +90,7 @@ class SampleFilters:
     def filter_reason(self, sample: Trajectory) -> str | None:
         """Returns the first filter that applies, `overlong`, `repetition` or `gibberish`, or None.
 
-        Overlong: the last answer was cut off, so its reward is not meaningful (DAPO, arXiv 2503.14476).
+        Overlong: the last completion was cut off, so its reward is not meaningful (DAPO, arXiv 2503.14476).
         Repetition: the text compresses too well (the criterion of Whisper, arXiv 2212.04356).
         Gibberish: a rare token was far less likely than under a uniform choice (CWM, arXiv 2510.02387).
         """
@@ -110,7 +110,7 @@ class SampleFilters:
         )
 
     def overlong_penalty(self, sample: Trajectory) -> float:
-        """Returns the penalty for a long answer (DAPO, equation 13).
+        """Returns the penalty for a long completion (DAPO, equation 13).
 
         It is 0 up to `overlong_buffer_tokens` before `max_tokens`, then rises linearly to `overlong_penalty_factor` at
         `max_tokens`. The longest turn counts.

@@ -1,9 +1,9 @@
 """Loads model folders into running engines, in place, and verifies them.
 
-For standalone evals, where no trainer sends weights. Every worker reads the folder itself, through the same loading
-code as a weight sync; its fingerprints are compared with those of the files. Owns the folder that servers should have.
+Serves standalone evals, where no trainer sends weights. Every worker reads the folder itself, with the loading code of
+a weight sync, and its fingerprints are compared with the files. Owns the choice of the folder that servers should have.
 
-Invariant: one server is loaded at a time by `sync_one`, and never twice with the same folder.
+Invariant: `sync_one` loads one server at a time, and never loads the same folder twice.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FolderWeights:
-    """The weights that the servers should have, at first those that they start with. `version` numbers them."""
+    """The weights that the servers should have, initially the weights that they start with. `version` numbers them."""
 
     config: TelescopeConfig
     clients: Sequence[EngineBackend]
@@ -35,14 +35,14 @@ class FolderWeights:
         self._locks = [asyncio.Lock() for _ in self.clients]
 
     async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
-        """Loads another folder into `servers`. Others get it when they restart (`sync_one`)."""
+        """Loads another folder into `servers`. Other servers load it when they restart (`sync_one`)."""
         self.folder, self.version = folder, version
         await asyncio.gather(*(self.sync_one(server, lambda: None, fresh=False) for server in servers))
 
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         """Loads the folder into one server, unless an old process has it. Calls `on_loaded` before any other load.
 
-        Raises InfrastructureError when the server fails, RunError when it has loaded anything else.
+        Raises InfrastructureError if the server fails, and RunError if it has loaded other weights.
         """
         client = self.clients[server]
         async with self._locks[server]:
@@ -65,7 +65,7 @@ class FolderWeights:
 async def load_folder(client: EngineBackend, update: UpdateInfo, dtype: str) -> None:
     """Pauses a server, loads a model folder and verifies it. Raises RunError if other weights were loaded."""
     await client.pause()
-    await client.transfer_mode()  # ends an update that failed in one worker and is still open in the others
+    await client.transfer_mode()  # ends an update that failed in one worker and is still open in others
     await client.start_update()
     await client.update_weights(update)
     await client.finish_update(update.version)

@@ -1,8 +1,8 @@
-"""A group: one prompt and its samples, until training or discard.
+"""Defines a group, which is one prompt and its samples until training or discard.
 
-Owns the state of a group, the decision whether it carries a learning signal, and the batch that finished groups form:
-advantages and micro-batches, pure and numpy only. Group statistics are over trajectories: one whose turns are separate
-samples (`interleaved_rollouts: false`) counts once, and all its samples have its advantage.
+Owns the state of a group, the decision whether it carries a learning signal, and the forming of batches from finished
+groups: advantages and micro-batches, pure and numpy only. Group statistics are over trajectories. A trajectory whose
+turns are separate samples (`interleaved_rollouts: false`) counts once, and all its samples have its advantage.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class Group:
     samples: list[Trajectory] = field(default_factory=list)
     """Finished samples: scored, masked or cancelled."""
     running: RunningGroup | None = None
-    """Its samples in a rollout worker. None for a group that has none there."""
+    """The samples that a rollout worker is generating, or None."""
     num_requeues: int = 0
-    """Times that the prompt was requeued because its group became too old."""
+    """How often the prompt was requeued because its group became too old."""
     withdrawn: bool = False
-    """Removed because it became too old. Its running samples end as cancelled."""
+    """Whether the group was removed because it became too old. Its running samples end as cancelled."""
     requeued: bool = False
-    """Withdrawn, and its prompt is requeued."""
+    """Whether the group is withdrawn and its prompt is requeued."""
     prompt_key: str = ""
-    """Its row in the record's `prompts`, once that is written."""
+    """Key of the prompt in the record's table `prompts`, once it is written."""
 
     @property
     def group_id(self) -> int:
         return self.sampled_prompt.n
 
     def sample_id(self, index: int) -> str:
-        """Returns the id of sample `index`, unique for every opening."""
+        """Returns the id of sample `index`, which is unique for every opening."""
         suffix = f"-r{self.num_requeues}" if self.num_requeues else ""
         return f"{self.group_id}-{index}{suffix}"
 
     def oldest_version(self) -> int | None:
         """Returns the policy version of the oldest trained token of this group. None while it has none.
 
-        Masked samples are not trained; a running sample counts with what its worker last reported.
+        Masked samples are not trained. A running sample has the version that its worker last reported.
         """
         ended = [s.version_range[0] for s in self.samples if s.is_usable]
         versions = [version for version in ended if version >= 0]
@@ -81,7 +81,7 @@ class Group:
 
     @property
     def usable_samples(self) -> list[Trajectory]:
-        """Scored samples in order of their index, without masked ones."""
+        """Scored samples without masked ones, ordered by index."""
         return sorted((s for s in self.samples if s.is_usable), key=lambda s: s.sample_index)
 
     @property
@@ -99,7 +99,7 @@ class Group:
     def signal(self) -> Signal:
         """Returns whether training on this group can change the policy.
 
-        Masked samples do not count. A group of one has no baseline, so it is never "zero advantage".
+        Masked samples do not count. A group with one sample has no baseline, so it is never "zero advantage".
         """
         rewards_n = self.training_rewards_n
         if len(rewards_n) == 0:
@@ -109,7 +109,7 @@ class Group:
         return Signal.USABLE
 
     def _chats_differ(self) -> bool:
-        """Returns whether a conversation with its own reward has different ones in this group."""
+        """Returns whether the samples differ in the reward of a conversation that has its own reward."""
         rewards: dict[str, set[float]] = {}
         for sample in self.usable_samples:
             for chat, reward in sample.chat_rewards.items():
@@ -127,7 +127,7 @@ def zero_advantage_kind(rewards_n: np.ndarray) -> str:
 
 @dataclass
 class DiscardStreak:
-    """Counts discards since the last usable group. At the limit the run stops with a diagnosis."""
+    """Counts discards since the last usable group. At the limit, the run stops with a diagnosis."""
 
     limit: int
     count: int = 0
@@ -146,12 +146,12 @@ class DiscardStreak:
 
     @property
     def is_over(self) -> bool:
-        """True only at the discard that reaches the limit."""
+        """Whether the last discard has just reached the limit."""
         return self.count == self.limit
 
     @property
     def is_half_over(self) -> bool:
-        """True only at the discard that reaches half the limit. A person can still change something then."""
+        """Whether the last discard has just reached half the limit, when a person can still change something."""
         return self.count == self.limit // 2
 
     def diagnosis(self) -> str:
@@ -198,7 +198,7 @@ class _Scored:
 
 
 def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> frozenset[str]:
-    """Returns evenly spread ids of samples whose tokens are recorded. Their share is `record_tokens`."""
+    """Returns ids of evenly spread samples whose tokens are recorded, as many as `record_tokens` says."""
     ids = [sample.sample_id for sample in samples if sample.num_trained]
     count = {"none": 0, "all": len(ids)}.get(str(wanted), wanted)
     assert isinstance(count, int)
@@ -213,7 +213,7 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_r
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
             trajectories.append(trajectory)
             scored.append(_Scored(group.group_id, reward, trajectory.num_completion_tokens))
-    # A conversation with a reward of its own is compared with those of its name, as a group of their own.
+    # A conversation with its own reward is compared with conversations of the same name, as a separate group.
     own_groups: dict[tuple[int, str], int] = {}
     own: dict[tuple[str, str], _Scored] = {}
     for trajectory in trajectories:

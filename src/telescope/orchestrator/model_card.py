@@ -1,4 +1,4 @@
-"""Model cards from the record of a run, and their upload."""
+"""Writes model cards from the record of a run, and uploads models with them."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from telescope.weights.model_folder import ModelOrigin, read_origin
 CARD = "README.md"
 CHART = "reward.svg"
 MAX_ROWS = 12
-"""Rows of the table of rewards."""
+"""Number of rows in the table of rewards."""
 
 SHOWN_FIELDS = (
     "algorithm", "number_of_steps", "prompts_batch_size_for_trainer", "group_size", "learning_rate", "lr_scheduler",
@@ -30,7 +30,8 @@ SHOWN_FIELDS = (
 def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = False) -> str:
     """Uploads a model folder with a model card. Returns the URL of the commit.
 
-    Raises `UserError` for an invalid name or a missing login, `RunError` if the hub refuses or cannot be reached.
+    Raises `UserError` for an invalid name or a missing login, `RunError` if the hub refuses the upload or cannot be
+    reached.
     """
     write_card(folder, name, checkpoint)
     api = huggingface_hub.HfApi(library_name="telescope", library_version=__version__)
@@ -41,14 +42,14 @@ def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = Fa
         )
     except (LocalTokenNotFoundError, HFValidationError) as error:
         raise UserError(f"--push-to-hub {name}: {error}. Log in with `hf auth login`, or set HF_TOKEN") from error
-    except Exception as error:  # without a network: of requests, httpx or httpx2, by the version of huggingface_hub
+    except Exception as error:  # without a network; huggingface_hub's version decides whose
         fix = "Check the network, the name and the rights of your token (`hf auth whoami`)"
         raise RunError(f"{name} was not uploaded: {error}. The model is in {folder}. {fix}") from error
     return str(getattr(commit, "commit_url", None) or repository)
 
 
 def write_card(folder: Path, name: str, checkpoint: Path) -> None:
-    """Writes README.md and the chart of rewards into a model folder."""
+    """Writes README.md and the chart of rewards to a model folder."""
     meta: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())
     run = next((Run(parent) for parent in checkpoint.resolve().parents[:2] if is_run(parent)), None)
     rows = run.table("steps", columns=["step", "reward_mean"]).sort_by("step").to_pylist() if run else []
@@ -63,7 +64,7 @@ def write_card(folder: Path, name: str, checkpoint: Path) -> None:
 def model_card(
     name: str, meta: Mapping[str, Any], run: Run | None, rewards: list[Point], origin: ModelOrigin | None = None
 ) -> str:
-    """Returns the card (Markdown): use, data, configuration, rewards and evals, as far as the record has them."""
+    """Returns the card (Markdown) with use, data, configuration, rewards and evals, as far as the record has them."""
     config: Mapping[str, Any] = meta.get("config") or {}
     base = str(meta["model"])
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- telescope"]
@@ -100,7 +101,7 @@ def model_card(
 
 
 def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
-    """Returns each eval's newest result at the checkpoint and its first result."""
+    """Returns each eval's first result and its newest result at the checkpoint."""
     if run is None:
         return []
     rows = [

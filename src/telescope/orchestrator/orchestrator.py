@@ -1,4 +1,4 @@
-"""The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
+"""Runs the loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
 
     _prompt_loop    fills the prompt buffer (`prompt_buffer`)         waits for: free space in the buffer
     _dispatch_loop  opens a group, gives it to a rollout worker       waits for: the async window, a prompt, a slot
@@ -8,8 +8,8 @@
 
 Invariants: `window` alone decides whether a group may be opened; every opened prompt ends in `ledger` as trained or as
 dropped with a reason; `version` counts the training steps whose weights the engines have loaded. A failure in any loop
-ends the run. The orchestrator knows samples and groups; a sample from its prompt to its reward belongs to a rollout
-worker (`rollout.worker`), gradients to the trainer, and the record to the step recorder.
+ends the run. The orchestrator owns samples and groups. A rollout worker (`rollout.worker`) runs a sample from its
+prompt to its reward, the trainer computes gradients, and the step recorder writes the record.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ DISCARD_LIMIT_BATCHES = 10  # consecutive discards, in batches of groups, after 
 
 
 class TrainerPort(Protocol):
-    """Interface of the trainer for the loops. A batch has one input for each of `data_size` data-parallel ranks."""
+    """Interface of the trainer. A batch has one input for each of `data_size` data-parallel ranks."""
 
     @property
     def data_size(self) -> int: ...
@@ -63,7 +63,7 @@ class TrainerPort(Protocol):
 
 
 class WeightSyncPort(Protocol):
-    """Sends the trainer's current weights to every engine that is up. Returns step metrics of the sync."""
+    """Sends the trainer's current weights to every available engine. Returns step metrics of the sync."""
 
     async def sync(self) -> dict[str, float]: ...
 
@@ -73,26 +73,26 @@ AfterStep = Callable[[int, Callable[[], RunState]], Awaitable[None]]
 
 @dataclass
 class Services:
-    """Services that the loops use and do not own."""
+    """Services that the loops use but do not own."""
 
     rollouts: RolloutPool
     environment_keys: list[str]
     """Key of each environment entry of the config."""
     slots: Lane
-    """Request slots of the training's rollouts."""
+    """Request slots of training rollouts."""
     trainer: TrainerPort
     weights: WeightSyncPort
     recorder: Recorder
     filters: SampleFilters
     """Filters and penalties for scored samples."""
     infos: Sequence[EnvironmentInfo]
-    """Description of the environment of each entry of the config."""
+    """Description of each configured environment."""
     after_step: AfterStep | None = None
-    """Called after every step with the number of finished steps; the next one waits for it (checkpoints)."""
+    """Called after every step with the number of finished steps, for checkpoints. The next step waits for it."""
     eval_history: Callable[[], list[EvalResult]] = list
-    """Results of evals, for checkpoints."""
+    """Returns results of evals, for checkpoints."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the datasets, for the state of the run."""
+    """Sizes of the datasets, for the run's state."""
 
 
 class Orchestrator:
@@ -110,7 +110,7 @@ class Orchestrator:
         *,
         max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """Sets up the loops after the checkpoint `start`. A stale prompt is requeued at most `max_requeues` times."""
+        """Sets up the loops to continue from `start`. A stale prompt is requeued at most `max_requeues` times."""
         start = start or RunState()
         self.config = config
         self.services = services
@@ -131,7 +131,7 @@ class Orchestrator:
             status=status,
         )  # fmt: skip
         self._ended: asyncio.Queue[tuple[Group, Trajectory | BaseException]] = asyncio.Queue()
-        """Samples that the rollout workers have ended, with their groups."""
+        """Ended samples from the rollout workers, with their groups."""
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = list(start.groups)
         self._unsettled: dict[int, Group] = {group.group_id: group for group in start.groups}
@@ -161,8 +161,8 @@ class Orchestrator:
     def run_state(self) -> RunState:
         """Returns the state after the last finished step, to continue from.
 
-        Finished groups are kept, also while they are packed; prompts in flight are unfinished. So are those that were
-        dropped since that step: the record counts them to the next one, which the other attempt records anew.
+        Finished groups are kept, also while they are packed. Prompts in flight are unfinished, and so are prompts that
+        were dropped since that step: the record counts them in the next step, which another attempt records again.
         """
         if self._has_ended:
             return self._last_state
@@ -192,7 +192,7 @@ class Orchestrator:
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unfinished(self) -> None:
-        """Cancels running samples, records groups without an outcome, and keeps the last state."""
+        """Cancels running samples, records groups without an outcome, and saves the last state."""
         self._last_state = self.run_state()
         self._has_ended = True
         for group in self._unsettled.values():
@@ -225,11 +225,11 @@ class Orchestrator:
         self._ended.put_nowait((group, sample))
 
     async def _sample_loop(self) -> None:
-        """Takes ended samples. Here, and not where reports are read, their errors end the run."""
+        """Takes ended samples. Errors are raised here, not where reports are read, so that they end the run."""
         while True:
             group, sample = await self._ended.get()
             if self._has_ended:
-                continue  # it was cancelled, and its group is recorded
+                continue  # the sample was cancelled, and its group is recorded
             if isinstance(sample, BaseException):
                 raise sample
             self._sample(group, sample)
@@ -269,7 +269,7 @@ class Orchestrator:
         )
 
     def _sample(self, group: Group, trajectory: Trajectory) -> None:
-        """Counts and judges an ended sample. The last one finishes its group."""
+        """Counts an ended sample and scores or masks it. The last sample finishes its group."""
         group.samples.append(trajectory)
         if group.is_finished:
             group.running = None
@@ -291,7 +291,7 @@ class Orchestrator:
         self._notifier.notify()
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
-        """Sets a scored sample's training reward or filter."""
+        """Sets the training reward or the filter of a scored sample."""
         info = self.services.infos[group.sampled_prompt.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
         self.services.filters.judge(trajectory, scale)
@@ -341,11 +341,11 @@ class Orchestrator:
     # Groups that became too old
 
     def _withdraw_stale_groups(self) -> None:
-        """Withdraws every group that is too old, and requeues its prompt, at every sync and when a batch is formed."""
+        """Withdraws groups that are too old and requeues their prompts, at every sync and when a batch is formed."""
         if self._has_ended:
             return
         if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):
-            # A batch that waited too long is dissolved: its fresh groups go into the next one.
+            # If the waiting batch has a stale group, it is dissolved and its other groups go into the next batch.
             self._finished += self._batch.groups
             self._batch = None
         for group in self._staleness.stale((*self._finished, *self._open.values()), self.window.version):
@@ -356,7 +356,7 @@ class Orchestrator:
         self._notifier.notify()
 
     def _withdraw(self, group: Group) -> None:
-        """Withdraws a group, and ends its running samples. Its prompt is requeued or dropped."""
+        """Withdraws a group, cancels its running samples, and requeues or drops its prompt."""
         version = self.window.version
         group.withdrawn = True
         group.finished_at = time.time()
@@ -386,11 +386,11 @@ class Orchestrator:
     # Batches and steps
 
     async def _batch_loop(self) -> None:
-        """Packs B finished groups, oldest start version first, for the trainer's ranks."""
+        """Packs B finished groups for the trainer's ranks, oldest start version first."""
         size = self.config.prompts_batch_size_for_trainer
         while True:
             await self._notifier.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
-            # The trainer takes one batch at a time; a batch formed as late as possible has the freshest choice.
+            # The trainer takes one batch at a time. A batch that is formed late has more groups to choose from.
             await self._notifier.wait_until(lambda: self._batch is None, "batches", "the trainer")
             self._withdraw_stale_groups()
             if len(self._finished) < size:
@@ -404,7 +404,7 @@ class Orchestrator:
             self._withdraw_stale_groups()  # a sync may have ended meanwhile
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
-        """Computes advantages and micro-batches; numpy only, on a separate thread."""
+        """Computes advantages and micro-batches with numpy on a separate thread."""
         trainer = self.services.trainer
         return form_batch(self.config, groups, step, num_ranks=trainer.data_size, packs=trainer.packs)
 
@@ -433,7 +433,7 @@ class Orchestrator:
                 self.position(),
             )  # fmt: skip
             await self._step_recorder.trained(trained)
-            # After the counts of the step: samples too old for the new weights count in the next one, as in the record.
+            # After the step is counted: samples too old for the new weights count in the next step, as in the record.
             self._withdraw_stale_groups()
             if self.services.after_step is not None:
                 await self.services.after_step(step + 1, self.run_state)

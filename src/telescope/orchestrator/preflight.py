@@ -1,7 +1,7 @@
-"""Checks before a run starts anything.
+"""Checks a configuration before a run starts anything.
 
-Looks at this machine: environments, packages, ports, the run directory, cores and GPUs. Changes nothing, starts
-nothing, imports no environment. The model's checks are in `model_checks`, rules between fields in `rules`;
+Checks environments, packages, ports, the run directory, cores and GPUs of this machine. Changes nothing, starts
+nothing, imports no environment. `model_checks` checks the model and `rules` the relations between fields.
 `telescope.cluster` plans again with the nodes of a running cluster.
 """
 
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 OTHER_OPEN_FILES = 512
 """Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
 VLLM_QUEUE_BYTES = 160 << 20
-"""Shared memory that vLLM allocates for the queue to the workers of one server: ten messages of 16 MiB."""
+"""Shared memory that vLLM allocates for the queue to one server's workers: ten messages of 16 MiB."""
 FP8_CAPABILITY = 8.9  # compute capability of the first GPUs with FP8 (Ada)
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm", "accelerate")
 
-Check = Callable[["TelescopeConfig"], None]  # Looks at one thing. Raises `UserError`.
+Check = Callable[["TelescopeConfig"], None]  # Checks one thing. Raises `UserError`.
 
 
 def find_remarks(config: TelescopeConfig) -> list[str]:
@@ -74,10 +74,10 @@ def find_remarks(config: TelescopeConfig) -> list[str]:
 
 
 def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tuple[TelescopeConfig, list[str]]:
-    """Adjusts defaults that do not fit this machine. Returns the config, and a line that lists them.
+    """Adjusts defaults that do not fit this machine. Returns the config, and a line that lists the changes.
 
-    What was chosen stays, and is refused if it does not fit. So is a run that would use GPUs, if this machine has none
-    and too little memory to run it without.
+    Does not change fields that the user set. Does not adjust a run for GPUs if this machine has none and too little
+    memory to run it without. The checks then refuse what does not fit.
     """
     if ray_cluster_is_configured(config.ray_address):
         return config, []
@@ -99,7 +99,7 @@ def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tup
 
 
 def _exceeds_memory(config: TelescopeConfig, machine: ClusterResources) -> bool:
-    """Returns whether the states of the trainer alone exceed the memory of a machine without GPUs."""
+    """Returns whether the trainer's states alone exceed the memory of a machine without GPUs."""
     try:
         shape, memory = inspect_model(config).shape, machine.nodes[0].memory_bytes
     except UserError:  # reported by the checks
@@ -111,7 +111,7 @@ def _exceeds_memory(config: TelescopeConfig, machine: ClusterResources) -> bool:
 
 
 def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
-    """Returns the problems that the checks find, without repetition."""
+    """Returns the problems that the checks find, without duplicates."""
     problems = []
     for look in checks:
         try:
@@ -124,12 +124,12 @@ def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]
 
 
 def checks_of_environments() -> tuple[Check, ...]:
-    """Checks with the same outcome on any machine with this checkout."""
+    """Returns the checks that have the same outcome on any machine with this checkout."""
     return (check_environments, check_evals)
 
 
 def checks_of_machine() -> tuple[Check, ...]:
-    """Checks of the machine that the run is started on."""
+    """Returns the checks of the machine on which the run is started."""
     return (
         check_packages,
         check_trackers,
@@ -150,8 +150,8 @@ def checks_of_machine() -> tuple[Check, ...]:
 def why_elsewhere(config: TelescopeConfig) -> str | None:
     """Returns why the run is meant for another machine, as a sentence. None if it is not.
 
-    A run belongs elsewhere when it joins a cluster, or when it may use GPUs (`device` is auto), does not fit without
-    any, and this machine has none. Otherwise the run is one that this machine refuses.
+    A run is meant for another machine if it joins a cluster, or if `device` is auto, this machine has no GPUs, and the
+    run does not fit without GPUs.
     """
     if ray_cluster_is_configured(config.ray_address):
         return (
@@ -173,7 +173,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
 
 
 def check_packages(_: TelescopeConfig) -> None:
-    """Checks that the packages for training are installed, which a bare `telescope` lacks."""
+    """Checks that the packages for training are installed. A plain `telescope` installation lacks them."""
     missing = [name for name in TRAINING_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigError(
@@ -184,9 +184,9 @@ def check_packages(_: TelescopeConfig) -> None:
 
 
 def check_trackers(config: TelescopeConfig) -> None:
-    """Checks that packages of the chosen trackers are installed."""
+    """Checks that the packages of the chosen trackers are installed."""
     if not config.user_set & {"trackers", "use_wandb"}:
-        return  # W&B by default: without its package, a run warns
+        return  # W&B is the default; without its package, the run only warns
     if missing := [name for name in config.tracker_names if not is_installed(name)]:
         field = "trackers" if "trackers" in config.user_set else "use_wandb"
         raise ConfigError(
@@ -213,7 +213,7 @@ def check_plugin(_: TelescopeConfig) -> None:
 
 
 def check_megatron(config: TelescopeConfig) -> None:
-    """Checks Megatron's packages on this machine, and its fields."""
+    """Checks Megatron's packages and fields on this machine."""
     if config.train_backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
     megatron.check_transformer_engine(config)
@@ -222,7 +222,7 @@ def check_megatron(config: TelescopeConfig) -> None:
 
 
 def check_shared_memory(config: TelescopeConfig) -> None:
-    """Checks the shared memory for queues between servers and their workers."""
+    """Checks the shared memory for queues between servers and workers."""
     resources = local_resources()
     has_queue = config.inference_tensor_parallel_size > 1 or resolve_device(config, resources) == "cpu"
     if ray_cluster_is_configured(config.ray_address) or not has_queue or not SHARED_MEMORY.is_dir():
@@ -243,13 +243,13 @@ def check_environments(config: TelescopeConfig) -> None:
 
 
 def check_evals(config: TelescopeConfig) -> None:
-    """Checks that evals exist and that their packages are installed. An eval is an environment too."""
+    """Checks that evals and their packages are installed. An eval is an environment too."""
     for entry in config.evals:
         check_eval(entry.name, config.environments_path)
 
 
 def check_ray_address(config: TelescopeConfig) -> None:
-    """Checks that RAY_ADDRESS, which "auto" follows, is a valid `ray_address`."""
+    """Checks that RAY_ADDRESS, which `ray_address: auto` uses, is a valid `ray_address`."""
     address = os.environ.get("RAY_ADDRESS", "")
     if config.ray_address == "auto" and (problem := client_address_problem(address)):
         raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}; unset RAY_ADDRESS, or set it to such an address")
@@ -277,7 +277,7 @@ def check_quantization(config: TelescopeConfig) -> None:
 
 
 def check_router_replay(config: TelescopeConfig) -> None:
-    """Checks that vLLM here returns routed experts for router replay."""
+    """Checks that the installed vLLM returns routed experts for router replay."""
     if not config.router_replay or ray_cluster_is_configured(config.ray_address):
         return
     from telescope.inference.vllm.support import check_routes
@@ -300,7 +300,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 
 
 def _most_prompts(config: TelescopeConfig) -> int | None:
-    """Returns how many prompts a server may have with this process's limit of open files. None: as many as it has."""
+    """Returns the most prompts per server that the limit of open files allows, or None if the config's number fits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (
         hard == resource.RLIM_INFINITY
@@ -332,13 +332,13 @@ def check_run_dir(config: TelescopeConfig) -> None:
 
 
 def _check_writable(field: str, folder: Path, variable: str) -> None:
-    """Checks that a folder, or its nearest parent, can be written."""
+    """Checks that a folder, or its nearest existing parent, can be written."""
     place = existing_parent(folder)
     fix = f"Set {field} (or {variable}) to a directory that you may write"
     if not place.is_dir():
         raise ConfigError(f"{field} is {str(folder)!r}, but {place} is a file. {fix}")
     try:
-        # Permissions are not enough (read-only mounts, quotas, root): write a byte.
+        # Permissions are not enough (read-only mounts, quotas, root), so this writes a byte.
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"\0")
     except OSError as error:
@@ -358,7 +358,7 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_alert_command(config: TelescopeConfig) -> None:
-    """Checks that `alert_command` exists. Otherwise its absence is noticed with the first alert."""
+    """Checks that `alert_command` exists. Otherwise only the first alert would show that it is missing."""
     if config.alert_command and shutil.which(config.alert_command[0]) is None:
         raise ConfigError(
             f"alert_command: {config.alert_command[0]!r} is not a program on the PATH or an executable file. Give its "

@@ -1,4 +1,4 @@
-"""Serves the state of a run to Prometheus, at `prometheus_address`: what the live view shows, as gauges."""
+"""Serves the state of a run to Prometheus at `prometheus_address`, with the numbers of the live view as gauges."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from telescope.orchestrator.status import RunStatus
 
 
 class StatusCollector:
-    """Reads the numbers of a run when they are asked for."""
+    """Reads the numbers of a run at each request."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields `telescope_<number>` of now, and `telescope_step_<number>` of the newest finished step."""
+        """Yields current numbers as `telescope_<number>` and those of the newest step as `telescope_step_<number>`."""
         status = self._status
         now = status.now() | {"samples_finished": status.num_samples_finished, "tokens": status.num_tokens_generated}
         steps = {f"step_{name}": value for last in status.history[-1:] for name, value in asdict(last).items()}
@@ -30,7 +30,7 @@ class StatusCollector:
 
 
 def serve_status(address: str, status: RunStatus) -> Callable[[], None]:
-    """Serves `status` at `host:port`. Returns what ends it; raises `UserError` if the address cannot be used."""
+    """Serves `status` at `host:port`. Returns a function that stops it. Raises `UserError` for an unusable address."""
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))

@@ -1,7 +1,7 @@
-"""The buffer of rendered and tokenized prompts, filled ahead of use.
+"""Buffers rendered and tokenized prompts ahead of use.
 
-Owns the buffer and the run's position in the prompt sequence. Prompts leave in the order of their numbers; a requeued
-prompt comes first again.
+Owns the buffer and the run's position in the prompt sequence. Prompts leave in the order of their numbers, except that
+a requeued prompt comes first.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PREPARE_AT_ONCE = 8  # prompts rendered concurrently: enough to keep every environment worker busy
 
 NUM_MEASURED = 128
-"""Prompts of an environment whose lengths are measured before the start. A share of 30 % is then known to 4 points."""
+"""Prompts of each environment that are measured before the start. They estimate a share of 30 % to within 4 points."""
 
 MAX_UNUSABLE_PROMPTS = 10_000  # consecutive unusable prompts after which the run stops
 
@@ -58,19 +58,19 @@ class PromptBuffer:
 
     @property
     def next_key(self) -> str:
-        """Key of the next prompt's environment; the buffer must not be empty."""
+        """Key of the next prompt's environment. The buffer must not be empty."""
         return self.environment_keys[self._ready[0][0].environment]
 
     def take(self) -> tuple[SampledPrompt, PreparedPrompt]:
-        """Removes and returns the next prompt; the buffer must not be empty."""
+        """Removes and returns the next prompt. The buffer must not be empty."""
         return self._ready.popleft()
 
     def requeue(self, sampled: SampledPrompt, prompt: PreparedPrompt) -> None:
-        """Requeues this prompt before all others."""
+        """Puts a prompt back before all others."""
         self._ready.appendleft((sampled, prompt))
 
     def position(self, open_prompts: Iterable[int]) -> SamplerPosition:
-        """Returns the position of the run, given its unsettled prompts."""
+        """Returns the position of the run. `open_prompts` have no outcome yet."""
         buffered = {sampled.n for sampled, _ in self._ready}
         unfinished = {*open_prompts, *buffered, *self._preparing, *self._unfinished}
         return SamplerPosition(self._next_draw, tuple(sorted(unfinished)))
@@ -103,7 +103,7 @@ class PromptBuffer:
             self.notifier.notify()
 
     def _next_number(self) -> int:
-        """Returns the number of the next prompt. Unfinished ones of an earlier attempt come first."""
+        """Returns the number of the next prompt. Unfinished prompts of an earlier attempt come first."""
         if self._unfinished:
             return self._unfinished.popleft()
         self._next_draw += 1
@@ -132,9 +132,9 @@ class PromptBuffer:
 
 
 async def measure_prompts(config: TelescopeConfig, source: Prompts, keys: list[str], max_context: int) -> list[str]:
-    """Returns sentences for prompts that are left out: they cannot be rendered, or leave no space for an answer.
+    """Returns sentences about prompts that cannot be rendered or leave no space for a completion, so are left out.
 
-    Looks at items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
+    Measures items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
     """
     news = []
     for entry, key in zip(config.environments, keys, strict=True):
@@ -161,7 +161,7 @@ async def measure_prompts(config: TelescopeConfig, source: Prompts, keys: list[s
 
 
 async def _length(source: Prompts, key: str, item: int) -> int | EnvironmentFailure:
-    """Returns the tokens of a prompt, or why it cannot be rendered, which counts once it is needed."""
+    """Returns the number of tokens of a prompt, or its failure, which does not count against the budget here."""
     try:
         return len((await source.prepare(key, item)).token_ids)
     except EnvironmentFailure as failure:
@@ -169,7 +169,7 @@ async def _length(source: Prompts, key: str, item: int) -> int | EnvironmentFail
 
 
 def context_field(config: TelescopeConfig) -> str:
-    """Returns the field, or both, that bounds prompt and answer together (`SamplingSettings.max_context`)."""
+    """Returns the name of the field, or both, that limits prompt and completion (`SamplingSettings.max_context`)."""
     if config.overlong_samples == "truncate" or config.max_model_len < config.seq_len:
         return "max_model_len"
     return "seq_len" if config.seq_len < config.max_model_len else "max_model_len (and seq_len)"

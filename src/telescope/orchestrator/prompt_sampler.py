@@ -1,9 +1,9 @@
-"""The prompt sampler.
+"""Samples prompts by number.
 
 Prompt number n is a pure function of the seed and n.
 
-n is the identity of a prompt in the ledger, in a checkpoint and in the record. The environment of prompt n is sampled
-by weight; its items are visited without replacement and reshuffled each epoch. The result does not depend on earlier
+n identifies a prompt in the ledger, in a checkpoint and in the record. The environment of prompt n is sampled by
+weight; its items are visited without replacement and reshuffled each epoch. The result does not depend on earlier
 calls, so resuming a run needs n only.
 """
 
@@ -17,7 +17,7 @@ CHUNK = 1024  # Prompts are sampled in chunks of this size. The results depend o
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """Prompt number n: an item of an environment. `environment` is its position in the config."""
+    """Prompt number n, an item of an environment. `environment` is its index in the config."""
 
     n: int
     environment: int
@@ -44,7 +44,7 @@ class PromptSampler:
     """An endless sequence of prompts from environments of given sizes and weights."""
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
-        """Skips the first, held-out `first_index[e]` items of environment e. Raises ValueError if it has no others."""
+        """Skips the first `first_index[e]` items of environment e (held out). Raises ValueError if no item is left."""
         for environment, (size, first) in enumerate(zip(sizes, first_index, strict=True)):
             if size - first <= 0:
                 raise ValueError(
@@ -82,7 +82,7 @@ class PromptSampler:
     def _order(self, environment: int, epoch: int) -> np.ndarray:
         key = (environment, epoch)
         if key not in self._orders:
-            # Two epochs of each environment are enough: n moves forward, with a short prefetch.
+            # Two epochs of each environment are enough, because n moves forward with a short prefetch.
             for stale in [k for k in self._orders if k[0] == environment and k[1] < epoch - 1]:
                 del self._orders[stale]
             self._orders[key] = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])

@@ -20,11 +20,11 @@ from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import SampleTokens
 from telescope.utils.timeline import Span
 
-MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise one of any length
+MAX_FAILURE_MESSAGE = 4000  # longest recorded failure message; user code may raise messages of any length
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
-    """Returns one row of `environments`; a `weight` of None marks an eval."""
+    """Returns one row of `environments`. A `weight` of None marks an eval."""
     return {
         "key": key,
         "name": name,
@@ -86,7 +86,7 @@ def sample_row(
     age: int | None = None,
     eval_name: str | None = None,
 ) -> dict[str, Any]:
-    """Returns one row of `samples`. A masked or cancelled sample keeps its own status, whatever its group's status."""
+    """Returns one row of `samples`. A masked or cancelled sample has its own status instead of its group's."""
     start_version, end_version = sample.version_range
     reward = sample.reward
     own_status = "cancelled" if sample.cancelled else None if sample.is_usable else "masked"
@@ -129,7 +129,7 @@ def sample_row(
 
 
 def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Returns the running samples with columns of `samples`, without prompts, and without a server before a slot."""
+    """Returns rows of `samples` for running samples, without prompts, and without a server until they have a slot."""
     rows: list[dict[str, Any]] = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}
@@ -161,7 +161,7 @@ def eval_row(
     error: str | None = None,
     servers: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """Returns one row of `evals`, of an eval that ended now. Without a `result`, `error` is why."""
+    """Returns one row of `evals` for an eval that ended now. Without a `result`, `error` gives the reason."""
     row: dict[str, Any] = {
         "eval_id": plan.id_at(version),
         "name": plan.name,
@@ -197,7 +197,7 @@ def eval_row(
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory, prompt_key: str, *, tokens: bool = False
 ) -> list[tuple[str, dict[str, Any] | Batch]]:
-    """Returns the rows of an eval's sample with their tables, itself last. `tokens`: `untrained_tokens_rows` too."""
+    """Returns an eval sample's rows with their tables, the sample last. `tokens` adds `untrained_tokens_rows`."""
     step = version - 1
     link = {
         "eval_id": plan.id_at(version),
@@ -229,7 +229,7 @@ def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
 
 
 def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str, Any]]:
-    """Returns the rows of `tokens` of an untrained sample. They have no numbers of the trainer."""
+    """Returns the rows of `tokens` for an untrained sample, without the trainer's numbers."""
     rows = []
     for part in sample.sequences() if sample.num_turns else ():
         nan_L = np.full(part.length, np.nan, dtype=np.float32)
@@ -240,7 +240,7 @@ def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
-    """Returns one row of `spans` for a span of a trainer rank."""
+    """Returns one row of `spans` for a trainer rank's span."""
     return {
         "name": span.name,
         "component": "trainer",

@@ -1,8 +1,8 @@
 """Checks whether a run can continue from a checkpoint, before it starts.
 
 Compares the checkpoint with the files on disk, the model and the config, field by field. Writes nothing.
-`FIXED_FIELDS`, the environments' names, weights and kwargs, and their data decide which prompt has which number, or
-what the weights are: a change is refused, unless `resume_force` is set. All other changes are used, and listed.
+`FIXED_FIELDS`, the environments' names, weights and kwargs, and their data determine the prompts' numbers or the
+weights, so changes of them are refused unless `resume_force` is set. All other changes are applied and listed.
 """
 
 import dataclasses
@@ -34,25 +34,25 @@ from telescope.utils.text import pluralize
 from telescope.weights.model_folder import check_base, model_folder
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
-"""Fields that a resumed run cannot change, besides the environments and the model of a run with adapters."""
+"""Fields that a resumed run cannot change. It also cannot change the environments, or the model of adapters."""
 
 FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
-"""Fixed fields that decide the format or the tensors of a checkpoint: even `resume_force` cannot change them."""
+"""Fixed fields that determine the format or the tensors of a checkpoint. Even `resume_force` cannot change them."""
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
 NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")  # fields that select the checkpoint to resume
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-"""Files that decide which id a token has."""
+"""Files that determine the ids of tokens."""
 
-MOST = 8  # differences that are listed
+MOST = 8  # number of differences that are listed
 
 FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no longer holds)"
 
 
 def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None:
-    """Returns the checkpoint to continue from, None for a new run. Raises `UserError` if it cannot continue."""
+    """Returns the checkpoint to continue from, or None for a new run. Raises `UserError` if it cannot continue."""
     if not config.resume_from_checkpoint:
         return None
     checkpoint = CheckpointFolder.for_run(config, run_dir).load(config.resume_from_checkpoint)
@@ -93,7 +93,7 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
 
 
 def finished_steps(config: TelescopeConfig, run_dir: Path) -> int | None:
-    """Returns the steps of a run that has ended as configured, so that nothing is left to do. None otherwise."""
+    """Returns the number of steps of a run that has ended as configured and has nothing left to do, or else None."""
     asked = config.resume_from_checkpoint is True and is_run(run_dir)
     result = Run(run_dir).result if asked else {}
     steps = result.get("steps")
@@ -102,7 +102,7 @@ def finished_steps(config: TelescopeConfig, run_dir: Path) -> int | None:
 
 
 def check_has_checkpoint(config: TelescopeConfig, run_dir: Path, file: Path) -> None:
-    """Raises `UserError` if the run of `--resume` has no complete checkpoint. `file` has its config."""
+    """Raises `UserError` if the run of `--resume` has no complete checkpoint. `file` contains its config."""
     if not CheckpointFolder.for_run(config, run_dir).steps():
         steps = Run(run_dir).summary().steps if is_run(run_dir) else 0
         raise UserError(
@@ -117,7 +117,7 @@ def changed_fields(
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """Returns fixed and other fields that differ from a checkpoint's config.
 
-    Values are pairs of old and new. A field that the checkpoint's version did not have counts as its default.
+    Values are pairs of old and new values. A field that the checkpoint's version lacks has its default.
     """
     before = _with_defaults(saved)
     changed = {
@@ -152,14 +152,14 @@ def _with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(changes: Mapping[str, tuple[Any, Any]], was: str, now: str) -> str:
-    """Lists the places at which values differ, with what differs there."""
+    """Lists the places at which values differ, with both values."""
     places = [place for name, pair in changes.items() for place in _differences(name, *pair)]
     listed = [" ".join(filter(None, (name, was, *_shown(before, now, after)))) for name, before, after in places[:MOST]]
     return "; ".join(listed) + (f"; and {len(places) - MOST} more" if len(places) > MOST else "")
 
 
 def _differences(place: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each place inside two unequal values at which they differ."""
+    """Yields each place at which two unequal values differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         inner = [(f"{place}.{key}", before.get(key, ...), after.get(key, ...)) for key in before | after]
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
@@ -173,7 +173,7 @@ def _differences(place: str, before: Any, after: Any) -> Iterator[tuple[str, Any
 
 
 def _shown(before: Any, now: str, after: Any) -> tuple[str, str, str]:
-    """Formats two values around `now`. Long texts begin shortly before they differ."""
+    """Formats two values around `now`. Long texts begin shortly before the difference."""
     if isinstance(before, str) and isinstance(after, str):
         start = max(0, _num_equal(before, after) - 20)
         before, after = (("..." if start else "") + text[start:] for text in (before, after))
@@ -182,12 +182,12 @@ def _shown(before: Any, now: str, after: Any) -> tuple[str, str, str]:
 
 
 def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
-    """Returns the length of the common beginning."""
+    """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Returns a remark if the learning rate after the checkpoint is not what the run had planned."""
+    """Returns a remark if the learning rate after the checkpoint differs from the plan of the earlier config."""
     from telescope.trainer.step import learning_rate  # imports torch
 
     earlier = SimpleNamespace(**before)
@@ -202,7 +202,7 @@ def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def without_open_prompts(state: RunState) -> RunState:
-    """Forgets sampled, untrained prompts: with other data, their numbers mean other prompts."""
+    """Forgets sampled, untrained prompts, because their numbers refer to other prompts in other data."""
     return replace(
         state,
         sampler=SamplerPosition(state.sampler.next_draw),
@@ -212,7 +212,7 @@ def without_open_prompts(state: RunState) -> RunState:
 
 
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
-    """Compares sizes, tokenizer and the base of adapters, where those of model and checkpoint are known."""
+    """Compares sizes, tokenizer and base weights of model and checkpoint, as far as they are known."""
     if base := checkpoint.meta.get("base"):
         check_base(model_folder(config.model), base, checkpoint.path)
     saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape
@@ -260,7 +260,7 @@ def describe_data(
 
 
 def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[str, Any]) -> Checkpoint:
-    """Returns the checkpoint, without open prompts if the data is forced. Raises `UserError` for other data."""
+    """Returns the checkpoint, without open prompts if other data is forced. Raises `UserError` for other data."""
     changes = "; ".join(_changes_of_data(checkpoint.state.data, data))
     if not changes:
         return checkpoint
@@ -275,7 +275,7 @@ def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[st
 
 
 def _changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what differs per environment: counts, and the first item that is another one."""
+    """Yields the differences per environment: counts, and the first item that differs."""
     for name, data in now.items():
         if not isinstance(data, dict) or name not in before:
             if before.get(name) != data:

@@ -1,7 +1,7 @@
-"""A training run from the resolved config to the summary.
+"""Trains a model, from the resolved config to the summary.
 
-Trains in a `session` with started components. Whatever happens, the components are stopped, the summary is written, and
-the first error is raised.
+Trains in a `session` with started components. In any case, the components are stopped, the summary is written, and the
+first error is raised.
 """
 
 import asyncio
@@ -45,11 +45,12 @@ DISK_SECONDS = 10.0  # interval at which the free space of the run directory's d
 def run_training(config: TelescopeConfig, notes: list[str], view: View | None = None) -> RunSummary:
     """Trains as configured. Returns the summary, which is also in the run directory.
 
-    Raises UserError for input that cannot be run (nothing is left behind), the first error of any part otherwise.
+    Raises UserError for input that cannot be run, without leaving anything behind, and otherwise the first error of any
+    component.
     """
     summary = asyncio.run(_TrainingRun(config, notes, view).run())
     if summary.status == "stopped":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler repeats it; the closing lines are still to come
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler repeats the signal while the last lines are printed
     return summary
 
 
@@ -113,7 +114,7 @@ class _TrainingRun:
         return summary
 
     async def _start_and_train(self) -> None:
-        """Training between the evals at version 0 and those at the last version."""
+        """Trains between the evals at version 0 and the evals at the last version."""
         config, status, interrupt = self._config, self._status, self._interrupt
         if config.prometheus_address:
             from telescope.orchestrator.prometheus import serve_status
@@ -132,7 +133,7 @@ class _TrainingRun:
             await interrupt.run_until_first(after)
 
     async def _start(self) -> tuple[RunComponents, Evaluation, RunState]:
-        """Starts the components with verified weights, those of a checkpoint if there is one. Returns its state too."""
+        """Starts the components with verified weights, from a checkpoint if there is one. Returns its state too."""
         config, status, directory, supervisor = self._config, self._status, self._directory, self._session.supervisor
 
         async def check(components: RunComponents) -> TelescopeConfig:
@@ -167,7 +168,7 @@ class _TrainingRun:
         return components, evaluation, RunState()
 
     async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
-        """Gives trainer and engines the weights of a checkpoint."""
+        """Loads the weights of a checkpoint into trainer and engines."""
         status = self._status
         status.phase = f"loading the checkpoint after step {checkpoint.step}"
         async with components.trainer.queue:
@@ -175,14 +176,14 @@ class _TrainingRun:
         await components.weights.sync()
         for note in checkpoint.notes:
             status.report(note, "checkpoint", log=logger)
-        # The rules of alerts know the steps before the checkpoint.
+        # The health rules get the steps before the checkpoint.
         rows = Run(self._directory.path).table("steps", columns=["step", "metrics"]).sort_by("step").to_pylist()
         earlier = [(row["step"], dict(row["metrics"])) for row in rows if row["step"] < checkpoint.step]
         status.health.resume(earlier, [eval_point(result, result.name) for result in checkpoint.state.evals])
         status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
-        """Writes the trained model; returns its folder."""
+        """Writes the trained model. Returns its folder."""
         source = ModelSource(self._status.version, time.time(), self._config.model, self._config.hash)
         origin = ModelOrigin(source, run=self._directory.run_id)
 
@@ -194,7 +195,7 @@ class _TrainingRun:
         return await save_where_possible(save, folder, self._status)
 
     async def _take_gauges(self, components: RunComponents, disk: Sampler) -> None:
-        """Updates the live view's numbers and the record's gauges. Looks for a stall and a full disk too."""
+        """Updates the live view's numbers and the record's gauges. Also detects stalls and a full disk."""
         status, write = self._status, self._directory.recorder.write
         status.num_slots = sum(components.servers.slots.capacities)
         loop = asyncio.get_running_loop()
@@ -229,7 +230,7 @@ class _TrainingRun:
 
 
 def start_collectors(components: RunComponents, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
-    """The collectors of all gauges, sampling from now on. What they start ends with `stack`."""
+    """Starts sampling all gauges. Returns their collectors. `stack` stops what this starts."""
     config = components.config
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
@@ -239,7 +240,7 @@ def start_collectors(components: RunComponents, recorder: Recorder, stack: Async
 
 
 SAVE_WAIT_SECONDS = 1800.0
-"""How long the run waits for space for the trained model: long enough for a person to free some."""
+"""How long the run waits for space for the trained model, so that a person can free some."""
 
 SAVE_RETRY_SECONDS = 10.0
 
@@ -252,10 +253,10 @@ async def save_where_possible(
     wait_seconds: float = SAVE_WAIT_SECONDS,
     retry_seconds: float = SAVE_RETRY_SECONDS,
 ) -> Path:
-    """Saves the trained model into `folder`, or else into a temporary folder.
+    """Saves the trained model to `folder`, or else to a temporary folder. Returns the folder.
 
-    If neither can, reports it and tries again until `wait_seconds` are over: the weights are lost when the run ends.
-    Returns the folder. Raises `RunError` with both problems.
+    If neither has space, reports it and tries again for `wait_seconds`, because the weights are lost when the run ends.
+    Raises `RunError` with both problems.
     """
     deadline = time.monotonic() + wait_seconds
     elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")

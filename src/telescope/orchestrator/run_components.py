@@ -1,8 +1,8 @@
 """Starts and wires the components of a run, with a trainer or without one (`telescope eval`).
 
-Ray starts first; then the rollout workers, because the data of the environments must be valid before anything expensive
-starts; then trainer and engines side by side. Each component registers its stop on the exit stack, so they stop in
-reverse order in any case. `session` has what surrounds them.
+Ray starts first, then the rollout workers, because the environments' data must be valid before anything expensive
+starts, then trainer and engines side by side. Each component registers its stop on the exit stack, so that they stop in
+reverse order in any case. `session` surrounds the components.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunComponents:
 
     @classmethod
     async def plan(cls, config: TelescopeConfig, keys: EnvironmentKeys, rollouts: RolloutPool) -> RunComponents:
-        """Returns the components once the rollout workers are started: evals are planned, servers are missing."""
+        """Returns the components once the rollout workers are started. Plans the evals; servers are still missing."""
         infos = rollouts.infos
         settings = RolloutSettings.from_config(config, Stops(**next(iter(infos.values())).stops))
         evals = await plan_evals(config, keys, rollouts, settings)
@@ -111,7 +111,7 @@ class RunComponents:
             self.servers.open(index)
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of trainer ranks and inference servers. Rollout workers write theirs to their logs."""
+        """Returns stacks of trainer ranks and inference servers. Rollout workers write theirs to their logs."""
         groups = [group for group in (self.trainer, self.inference) if group is not None]
         return {process: text for group in groups for process, text in (await group.dump_stacks()).items()}
 
@@ -127,12 +127,12 @@ async def start_components(
     on_ray_started: Callable[[], None] = lambda: None,
     on_data: Callable[[RunComponents], Awaitable[TelescopeConfig | None]] | None = None,
 ) -> RunComponents:
-    """Starts everything that `config` asks for; `stack` stops it.
+    """Starts all components that `config` requires. `stack` stops them.
 
     `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
     its signal handlers. `on_data` is called when only the rollout workers are started; it returns the config of trainer
-    and servers, or None to start none. Raises UserError for what a user can fix, otherwise the first error of a
-    component.
+    and servers, or None to start none. Raises UserError for problems that a user can fix, otherwise the first error of
+    a component.
     """
     status.phase = "starting Ray"
     cluster = await _connect(config, directory, stack, temporary)
@@ -140,7 +140,7 @@ async def start_components(
 
     status.phase = "loading environments"
     keys = environment_keys(config, with_training=with_trainer)
-    await _reap_sandboxes(directory, ())  # of an attempt that was killed
+    await _reap_sandboxes(directory, ())  # sandboxes of an attempt that was killed
     providers = {str(spec.kwargs["provider"]) for spec in keys.specs if spec.kwargs.get("provider")}
     stack.push_async_callback(_reap_sandboxes, directory, providers)
     group = RolloutGroup(config, keys.specs, directory.path, cluster, directory.recorder.write)
@@ -191,7 +191,7 @@ async def start_components(
     await group.connect(
         inference.addresses, lambda: [client.loaded_version for client in inference.clients], components.first_version
     )
-    stack.push_async_callback(rollouts.close)  # before the servers, whose end is then no failure
+    stack.push_async_callback(rollouts.close)  # before the servers, so that their end is no failure
     components.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
@@ -215,10 +215,10 @@ async def start_components(
 def report_environments(
     config: TelescopeConfig, keys: EnvironmentKeys, by_key: Mapping[str, EnvironmentInfo], status: RunStatus
 ) -> None:
-    """Checks the loaded environments, and reports what is worth knowing of them.
+    """Checks the loaded environments, and reports their notices and how a completion ends.
 
-    Their notices go to the log, and to `status` unless it has them. Raises UserError for a range of rewards that the
-    config cannot use.
+    Notices go to the log, and to `status` unless it has them. Raises UserError for a reward range that the config
+    cannot use.
     """
     ends = Stops(**next(iter(by_key.values())).stops).description or "only its length: set stop_token_ids or stop"
     status.report(f"What ends an answer: {ends}", "environment", log=logger)
@@ -231,13 +231,13 @@ def report_environments(
 
 
 async def _reap_sandboxes(directory: RunDirectory, providers: Iterable[str]) -> None:
-    """Destroys sandboxes that workers left when they ended."""
+    """Destroys sandboxes that workers have left behind."""
     if left := await reap(directory.path, providers):
         logger.warning("Destroyed %d sandboxes that were left: %s", len(left), ", ".join(left[:10]))
 
 
 async def _connect(config: TelescopeConfig, directory: RunDirectory, stack: AsyncExitStack, temporary: Path) -> Cluster:
-    """Joins or starts Ray, until `stack` ends. A cancellation does not wait for a start, up to a minute."""
+    """Joins or starts Ray until `stack` ends. A cancellation does not wait for the start (up to a minute)."""
     stopped = threading.Event()
 
     def start() -> Cluster:
@@ -254,7 +254,7 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, stack: Asyn
         raise
 
     def leave(_: object, error: BaseException | None, *__: object) -> None:
-        """Leaves Ray. After an error its logs are kept in the run directory."""
+        """Leaves Ray. After an error, keeps its logs in the run directory."""
         if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
             keep_logs(temporary, directory.path)
         disconnect(cluster, config)
@@ -267,14 +267,14 @@ async def start_workers(components: RunComponents, directory: RunDirectory, stat
     """Loads the trainer and starts the servers, concurrently unless they share GPUs. Raises the first failure."""
     servers = [_start_server(components, index, status) for index in range(components.config.num_inference_servers)]
     if components.config.share_gpus:
-        # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
+        # A server measures free memory, so it would count a trainer that loads meanwhile.
         await all_or_first_failure(*servers)
         servers = []
     await all_or_first_failure(*servers, *([load_trainer(components, directory, status)] if components.trainer else []))
 
 
 async def load_trainer(components: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
-    """Loads the model into the started ranks, and compiles it."""
+    """Loads the model into the started ranks and compiles it."""
     trainer = components.trainer
     status.set_component("trainer", "loading the model")
     infos = await trainer.setup()
@@ -291,7 +291,7 @@ async def load_trainer(components: RunComponents, directory: RunDirectory, statu
 
 
 async def _start_server(components: RunComponents, index: int, status: RunStatus) -> None:
-    """Starts a server. Its stages are in the live view, because a large model loads for minutes."""
+    """Starts a server and shows its stages in the live view, because a large model loads for minutes."""
     progress = asyncio.create_task(_show_start(components, index, status))
     try:
         info = await components.inference.start(index)
@@ -302,7 +302,7 @@ async def _start_server(components: RunComponents, index: int, status: RunStatus
 
 
 async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
-    """Runs all of them. Raises the first error at once."""
+    """Runs all coroutines. Raises the first error at once and cancels the others."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
@@ -331,7 +331,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
-    """Records the spans of a weight sync. Each server has a pause and a transfer; the trainer's ranks have theirs."""
+    """Records the spans of a weight sync: a pause and a transfer per server, and the spans of the trainer's ranks."""
     step, write = report.version - 1, partial(directory.recorder.write, "spans")
     for sync in report.servers:
         shared = {"component": "weights", "server": sync.server, "step": step}

@@ -1,8 +1,8 @@
-"""The run directory of one attempt.
+"""Manages the run directory of one attempt.
 
 It is created first, and closed with the run's summary.
 
-Owns the order in which the record is opened and closed. `telescope.record` owns its contents.
+Owns the order of opening and closing the record. `telescope.record` owns its contents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunDirectory:
     def create(
         cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, is_resumed: bool = False
     ) -> RunDirectory:
-        """Creates a directory, or reopens that of a resumed run. Raises UserError when it cannot be written."""
+        """Creates a directory, or reopens the directory of a resumed run. Raises UserError if it cannot be written."""
         path = path or choose_run_dir(config)
         try:
             path = _make_folder(path, must_be_new=config.run_dir is None and not is_resumed)
@@ -75,7 +75,7 @@ class RunDirectory:
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
-        """Opens the record of this attempt until the end. `console`: warnings go to standard error too."""
+        """Opens the record of this attempt. With `console`, warnings also go to standard error."""
         config = self.config
         self.recorder = Recorder(
             self.path,
@@ -103,13 +103,13 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str | None:
-        """Returns the id of the run in `run.json`, while the record is open."""
+        """Returns the run's id in `run.json`, while the record is open."""
         return self._info.run_id if self._info is not None else None
 
     def started(self, topology: dict[str, str], first_step: int) -> None:
         """Records that all components run and the checkpoint, if any, is loaded.
 
-        From here on the attempt replaces what earlier ones have written from `first_step` on.
+        From now on, the attempt replaces the rows of earlier attempts from `first_step` on.
         """
         if self.is_resumed and not self._has_started:
             try:
@@ -122,7 +122,7 @@ class RunDirectory:
         self.recorder.write("attempts", {**self._attempt, **started})
 
     def begin_next_attempt(self, note: str) -> None:
-        """Begins another attempt in this process, to which later rows belong. Call `started` next."""
+        """Begins another attempt in this process. Later rows belong to it. Call `started` next."""
         self.recorder.attempt += 1
         self._begin_attempt([note])
 
@@ -144,7 +144,7 @@ class RunDirectory:
         try:
             files = files_here(self.config)
             content = files.read_object("config.json") if files is not None else None
-        except UserError as error:  # a run with its own backend may have a model of another format
+        except UserError as error:  # the model of a run with its own backend may have another format
             logger.info("The model's config.json is not recorded: %s", error)
             return None
         return None if content is None else json.dumps(content)
@@ -162,7 +162,7 @@ class RunDirectory:
             write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
     def flush_record(self) -> None:
-        """Writes the newest rows, if the disk takes them. Waits briefly."""
+        """Writes the newest rows, unless the disk has failed. Waits briefly."""
         if self.recorder.health().error is None:
             self.recorder.flush(FLUSH_SECONDS)
 
@@ -210,7 +210,7 @@ class RunDirectory:
 
 
 def _make_folder(path: Path, *, must_be_new: bool) -> Path:
-    """Creates a folder, and the folders above it. If it must be new, its name may get a number. Raises `OSError`."""
+    """Creates a folder and its parents. If it must be new, a number may be added to its name. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
     while True:
@@ -225,9 +225,9 @@ def _make_folder(path: Path, *, must_be_new: bool) -> Path:
 
 
 def _retire_results(path: Path, first_step: int) -> None:
-    """Removes the summary of the last attempt, and the model that the checkpoint after `first_step` has too.
+    """Removes the last attempt's summary, and its model if the checkpoint after `first_step` has the same weights.
 
-    A model after another step is renamed. Raises `OSError`.
+    Renames the model otherwise. Raises `OSError`.
     """
     files = RunFiles(path)
     origin = read_origin(files.model)

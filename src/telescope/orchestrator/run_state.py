@@ -1,15 +1,16 @@
-"""State of the loops after a training step, for checkpoints.
+"""Defines the state of the loops after a training step, for checkpoints.
 
 A run continues from this state together with the weights and the optimizer's state: the sampler's position, the outcome
 of every prompt so far, the finished groups that wait for a batch, the error budgets, and the results of evals. Prompts
-whose samples were still being generated are unfinished, and are sampled again. The learning rate and the seeds of
-requests are functions of the step and the prompt, so they need no state.
+with running samples are unfinished, and are sampled again. The learning rate and the seeds of requests are functions of
+the step and the prompt, so they need no state.
 
 When the trainer's ranks restart from a checkpoint c, the loops continue from its state and the finished groups in
-memory (`after_restart`). Tokens of a version l > c have weights that are lost: versions after c will have others. They
-are labeled 2c - l, so that the age of a token remains the number of optimizer steps between the weights that sampled it
-and those that train on it: l - c steps back to the checkpoint, and those after it. A label is below c, so no lost
-version counts as current, and `max_off_policy_steps` bounds these tokens as all others.
+memory (`after_restart`). Tokens of a version l > c were sampled by weights that are lost, because versions after c will
+have other weights. They are labeled 2c - l, so that the age of a token remains the number of optimizer steps between
+the weights that sampled it and the weights that train on it: l - c steps back to the checkpoint, plus the steps after
+it. A label is below c, so no lost version counts as current, and `max_off_policy_steps` bounds these tokens like all
+others.
 
 Invariant: every prompt below `sampler.next_draw` was trained, dropped or held out, is unfinished, or has a group here.
 """
@@ -45,20 +46,20 @@ class RunState:
     errors: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
     """See `ErrorBudget.state_dict`."""
     groups: list[Group] = field(default_factory=list)
-    """Finished groups that were not trained yet, with tokens and logprobs."""
+    """Finished, untrained groups, with tokens and logprobs."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the datasets and held-out items, on which the numbers of prompts depend. See `resume.describe_data`."""
+    """Sizes of the datasets and held-out items, which determine the prompts' numbers. See `resume.describe_data`."""
     evals: list[EvalResult] = field(default_factory=list)
     """See `Evaluation.history`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as JSON values; arrays keep every bit."""
+        """Returns the state as JSON values. Arrays keep every bit."""
         values: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_encode, str_keys=True)
         return {"version": STATE_VERSION, **values}
 
     @classmethod
     def load_state_dict(cls, values: dict[str, Any]) -> RunState:
-        """Inverse of `state_dict`. Raises `UserError` for another version or values that are not a state."""
+        """Inverse of `state_dict`. Raises `UserError` for another version or an invalid state."""
         version = values.get("version") if isinstance(values, dict) else None
         if version != STATE_VERSION:
             raise UserError(
@@ -71,14 +72,14 @@ class RunState:
             state = msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
             if state.ledger:
                 msgspec.convert(state.ledger, LedgerState)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # of `_decode` too
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # also from `_decode`
             reason = single_line(f"{type(error).__name__}: {error}")
             raise UserError(f"The checkpoint's state cannot be read: {reason}. Use another step") from None
         return state
 
 
 def _add_parents(groups: list[dict[str, Any]]) -> None:
-    """Gives the turns of an earlier version their parents: each extended the one before it, unless it restarted."""
+    """Adds parents to the turns of an earlier version: each extends the turn before it, unless it restarted."""
     for turns in (sample["turns"] for group in groups for sample in group["samples"]):
         for index, turn in enumerate(turns):
             if "restarts" in turn:
@@ -86,12 +87,10 @@ def _add_parents(groups: list[dict[str, Any]]) -> None:
 
 
 def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:
-    """Returns the state from which the loops continue.
-
-    It is that of the checkpoint, with the finished groups of `lost`.
+    """Returns the checkpoint's state with the finished groups of `lost`, from which the loops continue.
 
     `lost` is the state when the ranks were lost; its groups are relabeled in place. Groups that are too old now are
-    sampled again; so is, in synchronous mode, all that lost versions have sampled.
+    sampled again. In synchronous mode, so are all groups with tokens of lost versions.
     """
     known = {group.group_id for group in checkpoint.groups}
     kept = [
@@ -128,7 +127,7 @@ def _newest_version(group: Group) -> int:
 
 
 def _relabel(group: Group, step: int) -> bool:
-    """Labels the tokens that versions after `step` sampled. Returns whether that is possible (2 * step >= newest)."""
+    """Relabels tokens that versions after `step` sampled. Returns whether that is possible (2 * step >= newest)."""
     if _newest_version(group) > 2 * step:
         return False
 

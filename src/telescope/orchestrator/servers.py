@@ -1,16 +1,16 @@
-"""The inference servers of a run: state, and recovery after failures.
+"""Tracks the state of a run's inference servers, and recovers them after failures.
 
 Owns the state of each server and whether its request slots are open. The server's own actor supervises its process
 (`inference.server`), and `weight_sync` sends weights; this module detects failures and brings a server back: restarted
--> current weights loaded -> open for samples. Meanwhile the run continues with the other servers.
+-> current weights loaded -> open for samples. The run continues with the other servers meanwhile.
 
 A server that cannot come back is abandoned; the run ends when none is left.
 
 The last servers can be dedicated to evals: they serve no rollouts. An eval leases its servers, which then receive no
 weights until it ends, so that all of its tokens have one policy version.
 
-Invariant: a server's slots are open only while its process answers and has loaded the newest synced weights, or those
-of the eval that leases it.
+Invariant: a server's slots are open only while its process responds and has loaded the newest synced weights, or the
+weights of the eval that leases it.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0  # Poll interval of each server's actor. A failed request polls at once.
 
 MAX_FAILED_BRING_UPS = 5
-"""Consecutive failures of a server while it receives weights, after which it is abandoned. Its process runs, so its
-actor does not restart it, and unlimited retries would stall a run with one server."""
+"""Consecutive failures to receive weights after which a server is abandoned. Its process runs, so its actor does not
+restart it, and unlimited retries would stall a run with one server."""
 
 
 class ServerHandle(Protocol):
@@ -57,15 +57,15 @@ class _Server:
 class EvalLease:
     """Servers that are reserved for an eval at one policy version.
 
-    A server that restarts and comes back with other weights leaves it; `lost` is set when none is left.
+    A server that comes back with other weights leaves the lease. `lost` is set when no server is left.
     """
 
     version: int
     servers: set[int]
     slots: Lane
-    """Open are those of the servers that are up with the weights of `version`."""
+    """The slots of servers that are up with the weights of `version` are open."""
     served: set[int] = field(default_factory=set)
-    """Servers that have been open in it."""
+    """Servers that have been open in this lease."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set_up(self, server: int, up: bool) -> None:
@@ -102,7 +102,7 @@ class ServerPool:
 
     def __post_init__(self, handles: Sequence[ServerHandle], num_dedicated: int) -> None:
         self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
-        """Servers that serve evals and no rollouts."""
+        """Servers that serve evals but no rollouts."""
         self._leases: dict[int, EvalLease] = {}
         self._lease_numbers = itertools.count()
         self._servers = [_Server(handle, client) for handle, client in zip(handles, self.clients, strict=True)]
@@ -123,7 +123,7 @@ class ServerPool:
         return sum(lease.slots.num_used for lease in set(self._leases.values()))
 
     def open(self, index: int) -> None:
-        """Opens a server. It has the newest weights or its eval's."""
+        """Opens a server that has the newest weights or the weights of its eval."""
         self._servers[index].up = True
         lease = self._leases.get(index)
         if lease is not None and self._servers[index].client.loaded_version != lease.version:
@@ -134,10 +134,10 @@ class ServerPool:
         self.status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
 
     async def lease(self, indices: Iterable[int], version: int) -> EvalLease:
-        """Leases servers to an eval at `version`, that of the trainer's weights.
+        """Leases servers to an eval at `version`, which is the version of the trainer's weights.
 
-        A server that missed the last sync, because of an earlier eval, receives them first. One that is down joins when
-        it comes back with this version.
+        A server that missed the last sync because of an earlier eval receives the weights first. A server that is down
+        joins the lease when it comes back with this version.
         """
         chosen = [index for index in indices if self._servers[index].failed is None]
         for index in chosen:
@@ -158,7 +158,7 @@ class ServerPool:
         return lease
 
     def release(self, lease: EvalLease) -> None:
-        """Ends a lease, if it has not ended. The servers receive the next weight sync."""
+        """Ends a lease, unless it has ended. The servers receive the next weight sync."""
         lease.slots.close()
         self._leases = {index: other for index, other in self._leases.items() if other is not lease}
 
@@ -203,12 +203,12 @@ class ServerPool:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check(self, index: int) -> None:
-        """Closes a server that failed or restarted. Brings up one that is down."""
+        """Closes a server that failed or restarted. Brings up a server that is down."""
         server = self._servers[index]
         if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
             return
         if server.bring_up is not None:
-            server.bring_up.result()  # a bug in bringing up ends the run
+            server.bring_up.result()  # a bug in `_bring_up` ends the run
             server.bring_up = None
         try:
             status = await server.handle.status()
@@ -280,7 +280,7 @@ class ServerPool:
                 self._abandon(index, f"it failed {times} consecutive times while it received weights, last: {error}")
             return
         except RankLost:
-            return  # once the ranks are back, or the run ends
+            return  # the server returns once the ranks are back, or the run ends
         server.num_failed_bring_ups = 0
         logger.info(
             "inference server %d is back (restarts: %d, its start took %.1f s)",

@@ -1,9 +1,9 @@
-"""What surrounds the components of a run, for every command that starts them.
+"""Surrounds the components of a run with the record, the view and stop signals, for every command that starts them.
 
     reaper -> record -> view -> stop signals -> components, with supervised tasks beside them
 
-They end in reverse order, whatever happens; only the view outlives the record. `run`, `eval_run` and `verify.run` have
-their own work in the middle.
+They end in reverse order in any case; only the view outlives the record. `run`, `eval_run` and `verify.run` do their
+own work in between.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class View(Protocol):
 
 
 class Session:
-    """One run of a command. `stack` ends its components, `temporary` is its private directory while it is open."""
+    """Runs one command. `stack` ends its components; `temporary` is its private directory while it is open."""
 
     temporary: Path
 
@@ -47,11 +47,11 @@ class Session:
 
     @contextmanager
     def open(self, record: AbstractContextManager[Record]) -> Iterator[Record]:
-        """Opens the record. Shows the run, and handles stop signals, until the end."""
+        """Opens the record, shows the run and handles stop signals until the end."""
         with ExitStack() as stack:
             self.temporary = stack.enter_context(Reaper()).directory
             if self._view is not None:
-                stack.callback(self._view.stop)  # after the record is closed: the last uploads may fail
+                stack.callback(self._view.stop)  # after the record is closed, because the last uploads may fail
             opened = stack.enter_context(record)
             if self._view is not None:
                 self._view.start(self.status)
@@ -64,7 +64,7 @@ class Session:
             try:
                 await self.supervisor.run_until(main)
             finally:
-                if not self.interrupt.requested:  # else the phase says what another signal does
+                if not self.interrupt.requested:  # otherwise the phase explains the next signal
                     self.status.phase = "shutting down"
 
     async def start(
@@ -75,7 +75,7 @@ class Session:
         with_trainer: bool = True,
         on_data: Callable[[RunComponents], Awaitable[TelescopeConfig | None]] | None = None,
     ) -> RunComponents:
-        """Starts the components (`start_components`) and supervises them. Call it in `run`."""
+        """Starts the components (`start_components`) and supervises them. Call it inside `run`."""
 
         def on_ray_started() -> None:
             self.interrupt.install(asyncio.get_running_loop())

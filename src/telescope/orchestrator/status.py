@@ -1,7 +1,7 @@
-"""The current state of a run, for the live view, the watchdog and errors, and its summary.
+"""Holds the current state of a run for the live view, the watchdog and errors, and summarizes the run.
 
 Only the orchestrator's event loop writes the fields of `RunStatus`. Readers on other threads see plain numbers and
-strings, possibly a moment old.
+strings, which may be slightly old.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One finished training step, for lines in a pipe and the summary."""
+    """One finished training step, for lines in a pipe and for the summary."""
 
     step: int
     """Counts from 0, as in the tables."""
     reward_mean: float
-    """Over all samples scored since the step before, those of discarded groups included."""
+    """Mean over all samples scored since the step before, including discarded groups."""
     reward_trained: float
     seconds: float
     staleness_mean: float
@@ -67,7 +67,7 @@ class RunStatus:
     num_discarded_groups: int = 0
     num_requeued_groups: int = 0
     num_long_prompts: int = 0
-    """Prompts left out because they leave no space for an answer."""
+    """Prompts left out because they leave no space for a completion."""
     num_masked_samples: int = 0
     num_samples_finished: int = 0
     num_tokens_generated: int = 0
@@ -78,7 +78,7 @@ class RunStatus:
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
     health: Watch = field(default_factory=Watch)
     engines_idle_seconds: float | None = None
-    """Time since the last step that an engine had no request, mean over the engines. None if it is not measured."""
+    """Time without a request since the last step, averaged over the engines. None if it is not measured."""
     last_step_at: float | None = None
     """When the last step ended, in monotonic time. None outside training."""
     _recorded: set[str] = field(default_factory=set)
@@ -86,7 +86,7 @@ class RunStatus:
     _add_alert: Callable[[dict[str, Any]], None] | None = None
 
     def now(self) -> dict[str, Any]:
-        """Returns what the run does now, for `now.json`. May be called from any thread."""
+        """Returns the current activity of the run, for `now.json`. May be called from any thread."""
         numbers = (
             *("phase", "step", "num_steps", "version", "num_generating", "num_slots", "num_open_groups"),
             *("num_finished_groups", "num_discarded_groups", "num_masked_samples", "num_long_prompts"),
@@ -102,7 +102,7 @@ class RunStatus:
     def report(
         self, message: str, kind: str, level: Level = "info", *, log: logging.Logger | None = None, **more: Any
     ) -> None:
-        """Shows a message's first line and records it as an alert with `more` columns. `log` gets all of it."""
+        """Shows a message's first line and records it as an alert with `more` columns. `log` gets the whole message."""
         if log is not None:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
         message = plain(message).strip().partition("\n")[0]
@@ -116,36 +116,36 @@ class RunStatus:
             self._add_alert(row)
 
     def unrecorded(self) -> list[str]:
-        """Returns the messages that are no alerts: those of trackers, which cannot report through themselves."""
+        """Returns the messages that are no alerts, which come from trackers."""
         return [message for message in list(self.messages) if message not in self._recorded]
 
     def record_alerts(self, add: Callable[[dict[str, Any]], None]) -> None:
-        """Records all alerts, also those from before this call. `add` is that of `record.alerts`."""
+        """Records all alerts, including earlier ones. `add` is `Alerts.add`."""
         self._add_alert = add
         for row in self._alerts:
             add(row)
         self._alerts.clear()
 
     def training_begins(self) -> None:
-        """Begins the times of the first step. What the engines did before does not count."""
+        """Resets the times for the first step, so that earlier activity of the engines does not count."""
         self.engines_idle_seconds = self.last_step_at = None
 
     def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Reports what stands out after a step of `seconds`."""
+        """Reports new findings after a step of `seconds`."""
         self.last_step_at = time.monotonic()
         self._report_findings(self.health.after_step(step, metrics, seconds), step)
 
     def evaluated(self, point: EvalPoint) -> None:
-        """Reports what stands out after an eval."""
+        """Reports new findings after an eval."""
         self._report_findings(self.health.after_eval(point), point.step)
 
     def detect_stall(self) -> None:
-        """Reports that no step ends."""
+        """Reports a stall if no step has ended for long."""
         if self.last_step_at is not None and self.step < self.num_steps:
             self._report_findings(self.health.while_waiting(time.monotonic() - self.last_step_at), self.step)
 
     def check_disk_space(self, free: float, total: float) -> None:
-        """Reports a full disk. `free` and `total`: bytes of the disk of the run directory."""
+        """Reports a nearly full disk. `free` and `total` are bytes of the run directory's disk."""
         self._report_findings(self.health.check_disk(free, total, self.run_dir, time.time()), self.step)
 
     def _report_findings(self, news: Sequence[Finding], step: int) -> None:
@@ -158,7 +158,7 @@ class RunStatus:
         self.last_progress_at = time.monotonic()
 
     def generated(self, num_tokens: int) -> None:
-        """Counts a finished sample and the tokens that were sampled for it."""
+        """Counts a finished sample and its sampled tokens."""
         self.num_samples_finished += 1
         self.num_tokens_generated += num_tokens
         self.token_times.append((time.monotonic(), num_tokens))
@@ -182,15 +182,15 @@ class RunStatus:
 
 
 class Interrupted(Exception):
-    """The user stopped the run while it was starting or evaluating."""
+    """Raised when the user stops the run while it is starting or evaluating."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, else of the first eval.
+    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, or else of the first eval.
 
-    `status` is `finished`, `stopped` (by the user) or `failed`; `seconds` is the whole run, `training_seconds` the time
-    from the first prompt to the last weight sync.
+    `status` is `finished`, `stopped` (by the user) or `failed`. `seconds` covers the whole run, `training_seconds` the
+    time from the first prompt to the last weight sync.
     """
 
     status: str
@@ -201,34 +201,34 @@ class RunSummary:
     training_seconds: float | None
     config_hash: str
     steps_of_attempt: int | None = None
-    """Steps since the run was started or continued, which `seconds` and the rewards are about."""
+    """Steps since the run was started or continued. `seconds` and the rewards refer to these steps."""
     heldout_before: float | None = None
     heldout_after: float | None = None
     heldout_temperature: float | None = None
     heldout_items: int | None = None
     heldout_failed: list[int] = field(default_factory=list)
-    """Samples that failed and count as wrong, in `heldout_before` and in `heldout_after`."""
+    """Samples in `heldout_before` and in `heldout_after` that failed and count as wrong."""
     heldout_gain_interval: list[float] | None = None
     """95 % confidence interval of `heldout_after` minus `heldout_before`, paired over the items."""
     reward_first: float | None = None
     reward_last: float | None = None
-    """Mean rewards of all scored samples, over the first and the last 10 steps of this attempt."""
+    """Mean rewards of all scored samples over the first and the last 10 steps of this attempt."""
     reward_trained_first: float | None = None
     reward_trained_last: float | None = None
-    """The same of the samples trained on. Groups of equal rewards are not among them, so it says little."""
+    """The same for trained samples. They exclude groups of equal rewards, so these means say little."""
     error: str | None = None
     """Why the run failed, in one line."""
     model_dir: str | None = None
-    """Folder of the trained model in Hugging Face format; None when none was written."""
+    """Folder of the trained model in Hugging Face format, or None if none was written."""
     record_error: str | None = None
-    """Why the record is incomplete; None when it is complete."""
+    """Why the record is incomplete, or None if it is complete."""
     evals: list[dict[str, Any]] = field(default_factory=list)
     eval_problems: list[str] = field(default_factory=list)
-    """Evals that failed, were skipped or cancelled, or had many failed samples: a sentence each."""
+    """Sentences about evals that failed, were skipped or cancelled, or had many failed samples."""
 
     @property
     def sentence(self) -> str:
-        """One line for the user, without the error of a failure."""
+        """One line for the user, without the error message."""
         steps = pluralize(self.steps, "step")
         if self.status == "finished":
             continued = f", the last {self.steps_of_attempt}" if self.is_continued and self.steps_of_attempt else ""
@@ -239,7 +239,7 @@ class RunSummary:
 
     @property
     def is_continued(self) -> bool:
-        """Returns whether an earlier attempt made some of the steps."""
+        """Returns whether an earlier attempt trained some of the steps."""
         return self.steps_of_attempt is not None and self.steps_of_attempt < self.steps
 
     def to_json(self) -> dict[str, Any]:

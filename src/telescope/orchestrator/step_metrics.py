@@ -1,4 +1,4 @@
-"""Metrics of a training step that come from its rollouts. Pure functions on arrays.
+"""Computes metrics of a training step from its rollouts, with pure functions on arrays.
 
 Names without `/` are in the section General, `a/b` is section a, metric b, and `a/b/c` is section a, group b, metric c.
 """
@@ -30,7 +30,7 @@ def _spread(prefix: str, values: Iterable[float], separator: str = "/") -> dict[
 
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
-    """Returns metrics of the groups of one batch. `version` is the policy version that the step starts from."""
+    """Returns metrics of a batch's groups. `version` is the policy version from which the step starts."""
     samples = [sample for group in groups for sample in group.usable_samples]
     lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
     group_N = np.repeat(np.arange(len(groups)), [len(row) for row in lengths])
@@ -78,25 +78,25 @@ class DiscardCounts:
     Dropping is biased, so lengths are counted for everything that is dropped. Every sample is exactly one of: kept
     (with its step), discarded with its group, masked, cancelled. Tokens from before an engine failure or a lost
     conversation count as `retried` or `lost`. So all tokens that the driver has received are kept, discarded, masked,
-    cancelled, retried, lost, or of unfinished samples.
+    cancelled, retried, lost, or part of unfinished samples.
 
-    `returned` overlaps with these: samples of groups whose prompt is requeued, which are also among the discarded
-    (`max_async`), masked and cancelled.
+    `returned` overlaps with these. It counts samples of groups whose prompt is requeued, which also count as discarded
+    (`max_async`), masked or cancelled.
     """
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
         self._samples: dict[str, list[tuple[int, int, int, float]]] = defaultdict(list)
-        """By reason, of each sample its tokens (prompt, completion, total) and its reward."""
+        """For each reason, the tokens (prompt, completion, total) and the reward of each sample."""
         self._lengths: dict[str, list[int]] = defaultdict(list)
-        """Tokens of each masked, cancelled, returned, retried and lost sample, by the section of its metrics."""
+        """For each section of metrics, the tokens of each masked, cancelled, returned, retried and lost sample."""
         self._num_unseen = 0
         self._num_requeued_groups = 0
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
         """Counts one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
 
-        Only its usable samples count here; masked and cancelled ones are counted as such.
+        Only its usable samples count here. Masked and cancelled samples are counted separately.
         """
         numbers = [
             (s.num_prompt_tokens, s.num_completion_tokens, s.num_tokens, s.total_reward) for s in samples if s.is_usable
@@ -107,12 +107,12 @@ class DiscardCounts:
             self._samples[key].extend(numbers)
 
     def masked(self, sample: Trajectory) -> None:
-        """Counts one masked sample by its kind of failure or its filter."""
+        """Counts one masked sample by its failure kind or its filter."""
         assert sample.mask_reason is not None
         self._lengths[f"masked/{sample.mask_reason}"].append(sample.num_completion_tokens)
 
     def cancelled(self, sample: Trajectory, *, requeued: bool) -> None:
-        """Counts one aborted sample with its tokens so far. `requeued`: its prompt is requeued."""
+        """Counts one aborted sample and its tokens so far. `requeued` states whether its prompt is requeued."""
         for section in ("cancelled", "returned") if requeued else ("cancelled",):
             self._lengths[section].append(sample.num_completion_tokens)
 

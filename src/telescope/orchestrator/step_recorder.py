@@ -1,6 +1,6 @@
-"""Records a run: finished steps, and groups that are trained or discarded.
+"""Records finished steps, and trained and discarded groups.
 
-Owns the record rows of the loops, the metrics of a step, and the counts of discarded work since the previous step.
+Owns the rows that the loops write, the metrics of a step, and the counts of discarded work since the previous step.
 Makes no decisions. Invariant: a group, its samples and its turns are written once, when their outcome is final.
 """
 
@@ -27,10 +27,10 @@ RUN_ENDED = "run_ended"  # reason of a cancelled group: the run ended before it 
 
 @dataclass
 class TrainedStep:
-    """A training step whose weights are synced. Times in seconds; `step` is also the version that it started from.
+    """A training step whose weights are synced. Times in seconds; `step` is also the version from which it started.
 
-    `advantages` are of the usable samples of `groups`, in order. `waited` is how long the trainer had no batch.
-    `position` is the sampler position once these groups are trained.
+    `advantages` belong to the usable samples of `groups`, in order. `waited` is how long the trainer waited for the
+    batch. `position` is the sampler position once these groups are trained.
     """
 
     step: int
@@ -45,7 +45,7 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to record and run status. `all_tokens`: also of untrained samples (`record_tokens`)."""
+    """Writes to the record and the run status. `all_tokens` includes untrained samples (`record_tokens`)."""
 
     def __init__(self, recorder: Recorder, status: RunStatus, *, all_tokens: bool = False) -> None:
         self._recorder = recorder
@@ -77,7 +77,7 @@ class StepRecorder:
         self._discarded_numbers += [(group.environment, discarded_numbers(s)) for s in group.usable_samples]
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
-        """Counts and writes the finished samples of a requeued group, whose outcome is still open."""
+        """Counts and writes the finished samples of a group whose prompt is requeued, so its outcome is still open."""
         self._discards.requeued(group.samples)
         self._count_discarded(group, reason, None)
         self._status.num_requeued_groups += 1
@@ -110,7 +110,7 @@ class StepRecorder:
         """Computes the metrics of a step, and resets the counts."""
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
-        # With the discarded groups: the mean of the trained ones alone excludes every prompt that is always or never
+        # Includes discarded groups, because the mean of trained groups excludes every prompt that is always or never
         # solved.
         rewards = np.concatenate([*(group.rewards_n for group in trained.groups), *self._discarded_rewards])
         self._discarded_rewards = []

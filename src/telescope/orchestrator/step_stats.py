@@ -1,4 +1,4 @@
-"""Distributions of the numbers of a step's samples: rows of `step_stats`. Pure functions on arrays."""
+"""Computes distributions over a step's samples, which are rows of `step_stats`, with pure functions on arrays."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
-NUM_BINS = 20  # bins of a histogram: about the number of pixels of a small chart's rows, and 160 bytes per row
+NUM_BINS = 20  # bins of a histogram, about one per pixel row of a small chart, with 160 bytes per row
 
 PERCENTILES = (5, 25, 50, 75, 95)
 _SHARES = np.array(PERCENTILES) / 100
@@ -17,7 +17,7 @@ _PERCENTILE_NAMES = tuple(f"p{percentile}" for percentile in PERCENTILES)
 _BIN_SHARES = np.arange(NUM_BINS + 1) / NUM_BINS
 
 WITHOUT_GINI = frozenset({"advantage", "age", "prompt_tokens"})
-"""Numbers without a Gini coefficient: centered on 0, or equal within a group."""
+"""Numbers without a Gini coefficient, because they are centered on 0 or equal within a group."""
 
 
 Numbers = dict[str, float]
@@ -26,16 +26,16 @@ Numbers = dict[str, float]
 def step_stats_rows(
     groups: Sequence[Group], advantages: Sequence[float], discarded: Sequence[tuple[str, Numbers]], *, step: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of all samples, then those of each environment: a list each, so that a caller can pause.
+    """Yields a list with the rows of all samples, then a list for each environment, so that the caller can pause.
 
-    `advantages` are of the usable samples of `groups`, in order. `discarded` has environment and `discarded_numbers` of
-    each discarded sample. `step` is also the version that the step started from.
+    `advantages` belong to the usable samples of `groups`, in order. `discarded` has the environment and the
+    `discarded_numbers` of each discarded sample. `step` is also the version from which the step started.
     """
     samples = [sample for group in groups for sample in group.usable_samples]
     group_N = np.repeat(np.arange(len(groups)), [len(group.usable_samples) for group in groups])
     numbers = [_numbers(s, a, step) for s, a in zip(samples, advantages, strict=True)]
     environments = sorted({sample.environment for sample in samples} | {environment for environment, _ in discarded})
-    # The numbers of the only environment are those of all samples.
+    # With one environment, its numbers are those of all samples.
     for environment in ("", *environments) if len(environments) > 1 else ("",):
         chosen = [i for i, sample in enumerate(samples) if environment in ("", sample.environment)]
         by_metric: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -59,7 +59,7 @@ def step_stats_rows(
 
 
 def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[str, Any]:
-    """Returns the statistics of some numbers. Empty without a finite one; `groups` has the group of each."""
+    """Returns statistics of the finite values, empty if there are none. `groups` has the group of each value."""
     values = np.asarray(values, dtype=np.float64)
     if not (finite := np.isfinite(values)).all():
         values, groups = values[finite], groups if groups is None else groups[finite]
@@ -69,11 +69,11 @@ def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[s
     x = np.sort(values)
     low, high = float(x[0]), float(x[-1])
     first, last, size = low, high, max(abs(low), abs(high))
-    if high / 2 - low / 2 <= 1e-9 * size:  # bins narrower than rounding errors; halves, as huge values overflow
+    if high / 2 - low / 2 <= 1e-9 * size:  # bins narrower than rounding errors; huge values are halved against overflow
         pad = max(0.5, 1e-6 * size)
         first, last = low - pad, high + pad
     edges = first * (1 - _BIN_SHARES) + last * _BIN_SHARES
-    # Sorted once, percentiles and bins are looked up: a step has this for hundreds of numbers.
+    # Sorts once and looks up percentiles and bins, because a step has hundreds of numbers.
     place = _SHARES * (n - 1)
     below = place.astype(np.intp)
     above = x[np.minimum(below + 1, n - 1)]
@@ -95,8 +95,9 @@ def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[s
 def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:
     """Returns the mean Gini coefficient of the groups. `groups` has the group of each value.
 
-    That of n values, sorted upwards and with ranks from 1, is 2 sum(rank_i x_i) / (n sum x_i) - (n + 1) / n. Values of
-    a group are shifted so that the smallest is 0 when it is negative; values that are all zero have a coefficient of 0.
+    The coefficient of n ascending values with ranks from 1 is 2 sum(rank_i x_i) / (n sum x_i) - (n + 1) / n. If the
+    smallest value of a group is negative, its values are shifted so that it is 0. If all values are zero, the
+    coefficient is 0.
     """
     order = np.lexsort((values, groups))
     x, group = values[order], groups[order]

@@ -1,13 +1,13 @@
 """Supervises a run's loops, notifies them of changes, and handles stop signals.
 
 A failure of any task ends the run at once with that error. A run in which nothing finishes for `watchdog_seconds` ends
-with a report of what each component waited for. `ChangeNotifier` is the condition that loops wait on.
+with a report of what each component waited for. Loops wait for changes with `ChangeNotifier`.
 
-The first stop signal ends the run cleanly after the current step, a Ctrl-C after it at once. SIGINT (Ctrl-C), SIGTERM
-(schedulers) and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Schedulers send SIGTERM to all processes
-of a run, so Ray's daemons, actors, environment workers and trackers ignore it. Either way no process is left on this
-machine: after the second signal nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this process
-started.
+The first stop signal ends the run cleanly after the current step. Another Ctrl-C ends it at once. SIGINT (Ctrl-C),
+SIGTERM (schedulers) and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Schedulers send SIGTERM to all
+processes of a run, so Ray's daemons, actors, environment workers and trackers ignore it. Either way no process is left
+on this machine: after the second signal the run waits for nothing, and its reaper (`cluster.reaper`) kills the
+processes that it started.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ class Supervisor:
     ) -> Any:
         """Runs `main` beside the spawned tasks, then cancels those that still run.
 
-        When a task fails, `grace(error)` may ask `main` to end by itself, and returns the seconds that it has for that.
+        When a task fails, `grace(error)` may ask `main` to end by itself, and returns the seconds that `main` has for
+        it.
         """
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
@@ -89,7 +90,7 @@ class Supervisor:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
         else:
-            # The first failure ends the run; later ones are often its consequences.
+            # The first failure ends the run. Later failures are often its consequences.
             logger.info("task %s failed too: %r", task.get_name(), error)
 
 
@@ -100,7 +101,7 @@ async def watchdog(
     *,
     poll_seconds: float = 5.0,
 ) -> None:
-    """Raises DeadlineExceeded when nothing finished for `timeout_seconds`, and logs all stacks."""
+    """Raises DeadlineExceeded and logs all stacks if nothing has finished for `timeout_seconds`."""
     while True:
         await asyncio.sleep(min(poll_seconds, timeout_seconds / 4))
         idle = time.monotonic() - status.last_progress_at
@@ -118,7 +119,7 @@ async def watchdog(
 
 
 def driver_stacks() -> str:
-    """Stacks of every asyncio task and every thread of this process."""
+    """Returns the stacks of all asyncio tasks and threads of this process."""
     text = io.StringIO()
     for task in asyncio.all_tasks():
         text.write(f"task {task.get_name()}\n")
@@ -129,7 +130,7 @@ def driver_stacks() -> str:
 
 
 class ChangeNotifier:
-    """Wakes every waiter when the orchestrator's state changes. One event loop, no locks."""
+    """Wakes all waiters when the orchestrator's state changes. Works in one event loop, without locks."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
@@ -143,7 +144,7 @@ class ChangeNotifier:
                 waiter.set_result(None)
 
     async def wait_until(self, predicate: Callable[[], bool], part: str, waits_for: str) -> None:
-        """Waits until `predicate()` holds, which the status shows. Has no timeout: the watchdog names this wait."""
+        """Waits until `predicate()` is true. The status shows the wait, and the watchdog limits it."""
         if predicate():
             return
         self._status.set_component(part, f"waiting for {waits_for}")
@@ -156,14 +157,14 @@ class ChangeNotifier:
                 self._waiters.discard(waiter)
 
 
-EXIT_CODE = 130  # the exit code that shells expect of a program stopped by Ctrl-C
+EXIT_CODE = 130  # the exit code that shells expect from a program stopped by Ctrl-C
 
 
 class Interrupt:
-    """Turns stop signals into a stop request. `requested`: whether there was one."""
+    """Turns stop signals into a stop request. `requested` states whether there was a signal."""
 
     def __init__(self, status: RunStatus, phase: str = "stopping after this step") -> None:
-        """`phase` is that of the status after the first signal."""
+        """Sets up the handler. `phase` is shown in the status after the first signal."""
         self._status = status
         self._phase = phase
         self._count = 0
@@ -178,7 +179,7 @@ class Interrupt:
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
         """Handles the stop signals. Call again after a library has replaced the handlers.
 
-        A SIGHUP that is ignored stays ignored: so `nohup` keeps a run going.
+        An ignored SIGHUP stays ignored, so that `nohup` keeps a run going.
         """
         loop.add_signal_handler(signal.SIGINT, self._signalled)
         loop.add_signal_handler(signal.SIGTERM, self._terminated)
@@ -186,7 +187,7 @@ class Interrupt:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     def on_first(self, action: Callable[[], None]) -> None:
-        """Calls `action` at the first signal, now if it has already arrived."""
+        """Calls `action` at the first signal, or now if it has already arrived."""
         if self.requested:
             action()
         else:
@@ -197,7 +198,7 @@ class Interrupt:
         self._on_second.append(action)
 
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine that the first signal cancels. Raises Interrupted then."""
+        """Runs a coroutine, which the first signal cancels. Raises Interrupted in that case."""
         task = asyncio.ensure_future(coroutine)
 
         def cancel() -> None:
@@ -215,12 +216,12 @@ class Interrupt:
             self._on_first.clear()
 
     def _terminated(self) -> None:
-        """Stops after the step. Schedulers send SIGTERM to a process and to its group: repeats change nothing."""
+        """Stops after the step. Ignores repeats, because schedulers send SIGTERM to a process and its group."""
         if not self.requested:
             self._signalled()
 
     def _hung_up(self) -> None:
-        """Stops as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once too."""
+        """Stops like SIGTERM. A shell that loses its terminal may also send SIGHUP more than once."""
         null = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:  # writes to a lost terminal fail
             os.dup2(null, descriptor)
@@ -235,7 +236,7 @@ class Interrupt:
             for action in actions:
                 action()
             return
-        # Not through the live view, whose thread ends with the process.
+        # Not with the live view, whose thread ends with the process.
         os.write(2, b"\nended at once by a second interrupt; the record holds what was flushed\n")
         for action in self._on_second:
             with contextlib.suppress(OSError):  # a full disk must not keep the process running

@@ -1,4 +1,4 @@
-"""Training from a state to the last checkpoint.
+"""Trains from a state to the last checkpoint.
 
 Lost trainer ranks are restarted. After any other error, or a stop signal, a checkpoint is written if there is time.
 """
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Training:
-    """Training over started components."""
+    """Trains with started components."""
 
     components: RunComponents
     evaluation: Evaluation
@@ -45,7 +45,7 @@ class Training:
     _exit_requested_at: float | None = None
 
     async def run(self, start: RunState) -> Orchestrator:
-        """Trains to the last checkpoint, from the newest one when a rank is lost. Returns the last loops."""
+        """Trains to the last checkpoint. Continues from the newest one if a rank is lost. Returns the last loops."""
         config, components, status = self.components.config, self.components, self.status
         restarts = TrainerRestarts(components, self.checkpoints, self.directory, status)
         while True:
@@ -75,7 +75,7 @@ class Training:
                 raise
 
     async def _after_step(self, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]) -> None:
-        """Starts the evals and the checkpoint due after a step."""
+        """Starts the evals and the checkpoint that are due after a step."""
         if not self.interrupt.requested:
             await self.evaluation.start_due(step)
         await checkpointer.after_step(step, state)
@@ -84,7 +84,7 @@ class Training:
         self._exit_requested_at = self._exit_requested_at or time.monotonic()
 
     def _seconds_left(self) -> float | None:
-        """Returns how long the run waits for a checkpoint; None without limit."""
+        """Returns how long the run still waits for a checkpoint, or None without a limit."""
         if self._exit_requested_at is None:
             return None
         return max(
@@ -92,7 +92,7 @@ class Training:
         )
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Writes a checkpoint after an error, unless a step is incomplete. Its own errors are logged only."""
+        """Writes a checkpoint after an error, unless a step is incomplete. Only logs its own errors."""
         self._request_exit()
         trainer, step = self.components.trainer, self.status.version
         if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
@@ -100,11 +100,11 @@ class Training:
         try:
             await checkpointer.save_last(step, orchestrator.run_state, "writing a checkpoint after the error")
         except Exception as error:
-            # The trainer, or Ray, may have failed with the other component.
+            # The trainer or Ray may have failed too.
             logger.warning("No checkpoint could be written after the error: %r", error)
 
     async def _run_loops(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Runs the loops to their end, and writes the last checkpoint. Raises `RankLost` at once."""
+        """Runs the loops to their end and writes the last checkpoint. Raises `RankLost` at once."""
         loops = Supervisor()
         loops.spawn(self.components.trainer.watch(), "trainer ranks")
 
@@ -134,7 +134,7 @@ async def make_orchestrator(
     start: RunState | None = None,
     after_step: AfterStep | None = None,
 ) -> Orchestrator:
-    """Builds the loops, from the state of a checkpoint. Items that an eval holds out are never sampled."""
+    """Builds the loops from a checkpoint's state. They never sample items that an eval holds out."""
     config = components.config
     infos = [components.rollouts.infos[key] for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
@@ -171,10 +171,10 @@ class TrainerRestarts:
 
         lost rank -> loops end -> all ranks replaced -> checkpoint loaded -> weights sent -> loops begin again
 
-    Servers, environments and finished groups stay (`run_state.after_restart`); requests that run are aborted, and their
-    prompts are sampled again. A restart is a new attempt in the record, so the steps that were lost are hidden. Only
-    the loss of a rank's process or node is followed by a restart, at most `trainer_max_restarts` times in a run. An
-    exception in a rank ends the run.
+    Servers, environments and finished groups stay (`run_state.after_restart`). Running requests are aborted, and their
+    prompts are sampled again. A restart is a new attempt in the record, so lost steps are hidden. The trainer restarts
+    only after the loss of a rank's process or node, at most `trainer_max_restarts` times in a run. An exception in a
+    rank ends the run.
     """
 
     components: RunComponents
@@ -186,8 +186,8 @@ class TrainerRestarts:
     async def restart(self, lost: RankLost, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
         """Replaces the ranks. Returns the state to continue from, whose weights are loaded.
 
-        `orchestrator` and `checkpointer` are those of the loops that ended. Raises `lost`, with the field that would
-        have continued the run, when no restart is left.
+        `orchestrator` and `checkpointer` belong to the ended loops. Raises `lost` if no restart is left, with the field
+        that would have allowed one.
         """
         config, status = self.components.config, self.status
         if self.num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
@@ -210,7 +210,7 @@ class TrainerRestarts:
         return state
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
-        """Replaces the ranks and loads the newest checkpoint, or the first weights."""
+        """Replaces the ranks and loads the newest checkpoint or, without one, the initial weights."""
         config, components = self.components.config, self.components
         async with components.trainer.queue:  # a server that comes back meanwhile waits for its weights
             await components.trainer.replace()
@@ -230,7 +230,7 @@ class TrainerRestarts:
         )
 
     async def _with_progress(self, work: Coroutine[Any, Any, RunState]) -> RunState:
-        """Awaits `work`, whose parts have deadlines, and resets the watchdog meanwhile."""
+        """Awaits `work`, whose steps have deadlines, and resets the watchdog meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:

@@ -1,18 +1,18 @@
 """Sends the trainer's weights to the running engines, and verifies them.
 
-One sync, per server, with one communicator per engine, while the trainer's ranks gather and send:
+Each server has its own communicator and takes these steps while the trainer's ranks gather and send:
 
     in place:      pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
     overlapped:    receive (requests continue) ... complete -> start update -> pause -> finish (swap) -> resume
     adapter:       write a folder ... pause -> start and finish update (version counted) -> load the adapter -> resume
 
 Adapters (`lora_sync: adapter`) reach the servers through a folder in the run directory, while the base weights stay.
-Otherwise the server's workers report at connection whether they support overlapped updates. Owns this order, the
+Otherwise the server's workers report when they connect whether they support overlapped updates. Owns this order, the
 connections, and the measurements.
 
-Invariants: a sync holds the trainer's command queue, so syncs run one at a time and never during a training step. A
-server that fails is dropped from the rest of the sync with its communicator, and delays no other server. A paused
-engine is resumed or closed. A trainer failure ends the sync at once.
+Invariants: a sync holds the trainer's command queue, so syncs run one at a time and never during a training step. If a
+server fails, the rest of the sync leaves it and its communicator out, without delaying other servers. A paused engine
+is resumed or closed. A trainer failure ends the sync at once.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ServerSync:
-    """One server's part of a sync. Seconds of wall time; `failure` is None when the new weights are loaded."""
+    """One server's part of a sync. Times in seconds; `failure` is None if the new weights are loaded."""
 
     server: int
     started_at: float = 0.0
@@ -46,7 +46,7 @@ class ServerSync:
     transfer_started_at: float = 0.0
     transfer_seconds: float = 0.0
     background: bool = False
-    """Whether it received while serving requests, and paused for the swap only."""
+    """Whether the server received weights while serving requests, and paused for the swap only."""
     failure: str | None = None
 
     @property
@@ -56,7 +56,7 @@ class ServerSync:
 
 @dataclass
 class SyncReport:
-    """Measurements of one sync. `trainer_seconds` is how long the trainer's ranks were busy with it."""
+    """Measurements of one sync. The trainer's ranks were busy with it for `trainer_seconds`."""
 
     version: int
     started_at: float
@@ -74,7 +74,7 @@ class SyncReport:
         return [server.server for server in self.servers if server.failure is None]
 
     def metrics(self) -> dict[str, float]:
-        """Returns this sync's step metrics: the slowest server and each."""
+        """Returns this sync's step metrics, for the slowest server and for each server."""
         done = [server for server in self.servers if server.failure is None]
         metrics = {
             "timing_weight_sync_total": self.ended_at - self.started_at,
@@ -91,7 +91,7 @@ class SyncReport:
 
 
 class WeightMismatch(RunError):
-    """An engine has not loaded the weights that the trainer sent. The message names the tensors."""
+    """Raised if an engine has not loaded the weights that the trainer sent. The message names the tensors."""
 
 
 @dataclass(eq=False)
@@ -107,31 +107,30 @@ class WeightSync:
     on_report: Callable[[SyncReport], None]
     probe_token_ids: list[int]
     adapters: Path | None = None
-    """Where adapters are written, for `lora_sync: adapter`."""
+    """Folder for adapters, with `lora_sync: adapter`."""
 
     def __post_init__(self) -> None:
         self.adapters = None if self.adapters is None else self.adapters.absolute()
         self._connected: dict[int, bool] = {}
         """Whether each connected server receives in the background."""
         self._connected_ranks = self.trainer.num_replacements
-        """The ranks to which the servers are connected: how often they had been replaced."""
+        """How often the ranks had been replaced when the servers connected to them."""
         # Every server starts with the trainer's initial weights, but without an adapter.
         starts_current = range(len(self.clients)) if self.adapters is None else ()
         self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(starts_current, self.trainer.weights_identity)
-        """`weights_identity` of the weights that each server has loaded, where known."""
+        """`weights_identity` of the weights that each server has loaded, if known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
         self.last_probe: dict[int, ProbeReport] = {}
 
     async def verify_initial(self) -> None:
-        """Checks that every server has loaded the trainer's initial weights. Raises WeightMismatch if one has not."""
+        """Checks that every server has loaded the trainer's initial weights. Raises WeightMismatch otherwise."""
         config = self.config
         async with self.trainer.queue:
             changes = config.model_dtype not in ("float32", config.engine_dtype)
             if self.adapters is not None or changes or config.inference_quantization != "none":
-                # With an adapter every request names it from the first on, so that running ones take part in syncs.
-                # Else the engine may have loaded more digits than the trainer keeps, or has kept fewer: it is sent what
-                # the trainer has.
+                # With an adapter, every request names it from the start, so that running requests take part in syncs.
+                # Otherwise the engine may have more or fewer digits than the trainer, so it gets the trainer's weights.
                 await self._probe(await self._send(self.trainer.version, self.engines_up(), fingerprints=True))
                 return
             update = await self._make_update(self.trainer.version)
@@ -141,7 +140,7 @@ class WeightSync:
             await self._probe(report, initial=update)
 
     async def sync(self) -> dict[str, float]:
-        """Sends the weights to every server that is up. Returns step metrics. Raises `WeightMismatch`."""
+        """Sends the weights to every available server. Returns step metrics. Raises `WeightMismatch`."""
         async with self.trainer.queue:
             every = self.config.weight_probe_every
             probe = self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
@@ -154,9 +153,9 @@ class WeightSync:
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         """Sends the trainer's weights to one server, between two training steps.
 
-        `fresh` means that its process is new; an old process that has the newest weights receives nothing. `on_loaded`
-        is called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
-        server fails again.
+        `fresh` means that the server's process is new. An old process that has the newest weights receives nothing.
+        Calls `on_loaded` before any other sync can start, so that the server misses none. Raises InfrastructureError if
+        the server fails again.
         """
         async with self.trainer.queue:
             if fresh:
@@ -172,10 +171,10 @@ class WeightSync:
             on_loaded()
 
     async def verify(self, *, corrupt: str | None = None) -> dict[int, ProbeReport]:
-        """Syncs and verifies every server that is up; returns the results.
+        """Syncs and verifies every available server. Returns the results.
 
         `corrupt` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
-        have wrong weights until the next sync. A server that fails on the way is reported as usual and has no result.
+        have wrong weights until the next sync. A server that fails meanwhile is reported and has no result.
         """
         async with self.trainer.queue:
             report = await self._send(self.trainer.version, self.engines_up(), fingerprints=True, corrupt=corrupt)
@@ -197,7 +196,7 @@ class WeightSync:
         in_background = replace(update, background=True)
 
         async def receive(part: ServerSync) -> None:
-            # In this order, the times of a part never end after its resume.
+            # In this order, a server's transfer never ends after it resumes.
             part.transfer_started_at, started = time.time(), time.monotonic()
             client = self.clients[part.server]
             try:
@@ -236,8 +235,8 @@ class WeightSync:
         return report
 
     async def _send_adapter(self, report: SyncReport, adapters: Path) -> SyncReport:
-        """Writes the trainer's adapter and loads it into the servers of `report`. Removes the one before."""
-        # A new path for new weights, since an engine's prefix cache may know an adapter by its path.
+        """Writes the trainer's adapter, loads it into the servers of `report`, and removes the previous adapter."""
+        # New weights get a new path, because an engine's prefix cache may identify an adapter by its path.
         folder = adapters / "-".join(map(str, self.trainer.weights_identity))
         started = time.monotonic()
         report.num_bytes = await self.trainer.sync_adapter(folder, self.config.engine_dtype)
@@ -262,7 +261,7 @@ class WeightSync:
         return report
 
     async def _make_update(self, version: int) -> UpdateInfo:
-        """The description of a sync of all tensors."""
+        """Returns the description of a sync of all tensors."""
         config = self.config
         if self._metas is None:
             self._metas = await self.trainer.weight_metadata()
@@ -276,7 +275,7 @@ class WeightSync:
         )
 
     async def _connect(self, part: ServerSync) -> None:
-        """Opens the communicator of a server that has none. The sender listens, the workers connect."""
+        """Opens the communicator of a server that has none. The trainer listens, and the server's workers connect."""
         if part.server in self._connected:
             return
         info = await self.trainer.listen_for_engine(part.server, self.config.inference_tensor_parallel_size)
@@ -284,7 +283,7 @@ class WeightSync:
         try:
             await asyncio.gather(connecting, self.clients[part.server].init_weight_transfer(info))
         except InfrastructureError as error:
-            if not connecting.done():  # it would wait for workers that do not connect
+            if not connecting.done():  # otherwise it would wait for workers that do not connect
                 await self.trainer.abort_engine(part.server, str(error))
             raise
         # Always called, because it also ends an update that failed in one worker and is still open in the others.
@@ -294,7 +293,7 @@ class WeightSync:
         self._connected[part.server] = in_place_because is None and self.config.weight_transfer != "in_place"
 
     async def _begin(self, part: ServerSync) -> None:
-        """Pauses the server and starts its update, if it receives in place."""
+        """Pauses the server and starts its update, if it receives weights in place."""
         part.background = self._connected[part.server]
         if not part.background:
             await self._pause(part)
@@ -305,11 +304,11 @@ class WeightSync:
         await self.clients[part.server].pause(drop_caches=self.config.inflight_kv == "recompute")
 
     async def _finish(self, part: ServerSync, in_background: UpdateInfo) -> None:
-        """Ends the update; an overlapped one pauses here, for the swap only."""
+        """Ends the update. An overlapped update pauses the server here, for the swap only."""
         client = self.clients[part.server]
         if part.background:
             await client.start_update()
-            await client.update_weights(in_background)  # checks that everything has arrived; changes nothing yet
+            await client.update_weights(in_background)  # checks that all tensors have arrived, without changing weights
             await self._pause(part)
         await client.finish_update(in_background.version)
         await client.resume()
@@ -338,7 +337,7 @@ class WeightSync:
     # Verification
 
     async def _probe(self, report: SyncReport, *, initial: UpdateInfo | None = None) -> None:
-        """Raises WeightMismatch unless servers have the sent weights, or with `initial` the trainer's."""
+        """Raises WeightMismatch unless servers have the sent weights or, with `initial`, the trainer's weights."""
         for server, probe in (await self._examine(report, initial=initial)).items():
             if not probe.ok:
                 raise WeightMismatch(
@@ -348,7 +347,7 @@ class WeightSync:
             logger.info("weights of version %d verified on server %d: %s", report.version, server, probe)
 
     async def _examine(self, report: SyncReport, *, initial: UpdateInfo | None = None) -> dict[int, ProbeReport]:
-        """Compares loaded with sent weights, and logprobs of a fixed text."""
+        """Compares loaded with sent weights, and the logprobs of a fixed text."""
         trainer_logprobs = await self.trainer.sequence_logprobs(self.probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.updated_servers:
@@ -360,7 +359,7 @@ class WeightSync:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.
                 self._fail(report, server, error)
                 continue
-            # In a thread: it takes 0.1 s for a model with tens of thousands of expert tensors.
+            # In a thread, because it takes 0.1 s for a model with tens of thousands of expert tensors.
             probes[server] = self.last_probe[server] = await asyncio.to_thread(
                 compare,
                 sent=report.fingerprints,
@@ -373,7 +372,7 @@ class WeightSync:
 
 
 def _remove_all_but(folder: Path) -> None:
-    """Removes the other folders beside `folder`."""
+    """Removes all folders beside `folder`."""
     for other in folder.parent.iterdir():
         if other != folder:
             shutil.rmtree(other)

@@ -1,4 +1,4 @@
-"""The run directory: writing the record of a run, and reading it.
+"""Writes the record of a run into its run directory, and reads it.
 
 `Recorder` writes. `reader.Run` and `reader.list_runs` read. `tables.TABLES` describes every column. Needs only pyarrow
 and duckdb. Copies for W&B and other trackers are in `telescope.trackers`.

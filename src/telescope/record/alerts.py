@@ -1,9 +1,9 @@
-"""Where all alerts of a run pass: rows of the table `alerts`, and the user's command for each.
+"""Records the alerts of a run in the table `alerts`, and runs the user's command for each.
 
-Owns the queue and the process of the command. Does not own what is an alert (`telescope.health`, `RunStatus.report`,
-warnings of the log).
+Owns the queue and the process of the command. Does not decide what is an alert: `telescope.health`, `RunStatus.report`
+and warnings of the log do.
 
-Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_SECONDS`; none outlives `close`. A
+Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_SECONDS`, and none outlives `close`. A
 command cannot fill the disk.
 """
 
@@ -28,7 +28,7 @@ from telescope.utils.process import describe_exit, open_log, rotate_log
 logger = logging.getLogger(__name__)
 
 REPORTED = {"is_reported": True}
-"""`extra` of a log line that is also an alert; other warnings become alerts by themselves."""
+"""The `extra` of a log line whose alert is reported separately. Other warnings become alerts by themselves."""
 
 COMMAND_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
@@ -38,7 +38,7 @@ MOST_WAITING = 100
 """Alerts that wait for the command. More are recorded without it."""
 
 OUTPUT_BYTES = 2**20
-"""Output of one command that is kept. It cannot write after more."""
+"""Bytes of a command's output that are kept. The command cannot write more."""
 
 LOG_BYTES = 4 * 2**20
 """Size at which the log of the commands is moved to `.log.1`, before the next command."""
@@ -60,7 +60,7 @@ class Alerts:
         self.run_command(row)
 
     def run_command(self, row: Mapping[str, Any]) -> None:
-        """Runs the command for what is no alert, such as the end of a run. Returns at once."""
+        """Runs the command for an event that is not an alert, such as the end of a run. Returns at once."""
         if self._command is not None:
             self._command.put({"attempt": self._recorder.attempt, **row})
 
@@ -71,7 +71,7 @@ class Alerts:
 
 
 class AlertCommand:
-    """Runs a command for each alert: the alert as JSON on standard input and in environment variables.
+    """Runs a command for each alert, which is passed as JSON on standard input and in environment variables.
 
     Its output goes to `logs/alert_command.log`. The first failure is a warning.
     """
@@ -96,7 +96,7 @@ class AlertCommand:
             self._warn("full", f"{MOST_WAITING} alerts wait for alert_command; more are recorded without it")
 
     def close(self) -> None:
-        """Runs what waits, for at most `CLOSE_SECONDS`, and kills what is left."""
+        """Runs the waiting commands for at most `CLOSE_SECONDS`, then kills the running one."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
@@ -110,7 +110,7 @@ class AlertCommand:
         while (alert := self._queue.get()) is not None and not self._closed:
             try:
                 self._run_once(alert)
-            except (OSError, ValueError) as error:  # no process takes a null byte, or half of a surrogate pair
+            except (OSError, ValueError) as error:  # text for a process cannot contain null bytes or lone surrogates
                 self._warn("failed", f"alert_command cannot be started: {error}")
 
     def _run_once(self, alert: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ class AlertCommand:
 
 
 def _keep(source: int, path: Path) -> None:
-    """Appends the first `OUTPUT_BYTES` of a pipe to the log. Then closes it, which ends a command that writes on."""
+    """Appends the first `OUTPUT_BYTES` of a pipe to the log, then closes it, which ends the command."""
     left = OUTPUT_BYTES
     try:
         with open(source, "rb", buffering=0) as pipe, open_log(path) as log:
@@ -169,6 +169,6 @@ def _keep(source: int, path: Path) -> None:
 
 
 def _as_text(value: Any) -> str:
-    # The kernel takes no null bytes in a variable, and 128 KiB.
+    # The kernel accepts no null bytes and at most 128 KiB in a variable.
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text.replace("\0", "")[:10_000]

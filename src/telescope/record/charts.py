@@ -12,7 +12,7 @@ NUM_TICKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value at x, with the bounds of its interval, if any."""
+    """A value at x, with the bounds of its interval if it has one."""
 
     x: float
     y: float
@@ -45,7 +45,7 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: st
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     known = sorted(set(xs))
     every = -(-len(known) // 8)
-    for x in [*known[:-1:every], known[-1]]:  # eight at most
+    for x in [*known[:-1:every], known[-1]]:  # at most eight
         parts.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     for number, (name, line) in enumerate(series.items()):
         color = COLORS[number % len(COLORS)]

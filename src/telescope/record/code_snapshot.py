@@ -1,13 +1,13 @@
-"""Keeps the code that a run started with: one compressed file per start, `code/attempt-<n>.tar.gz`.
+"""Keeps the code that a run started with in one compressed file per start, `code/attempt-<n>.tar.gz`.
 
     git.json             commit, branch, remote, whether there were changes, and the files that were left out
     changes.diff         uncommitted changes of tracked files
     sources/<path>       files of the checkout in which the run was started, tracked or not ignored
-    environments/<n>/    files of the folders in `environments_path` that lie elsewhere
-    telescope/           the installed package, when it is not in that checkout
+    environments/<n>/    files of the folders in `environments_path` outside of that checkout
+    telescope/           the installed package, if it is outside of that checkout
 
-Invariants: a file that cannot be read, or a missing git, costs an entry in `left_out` and nothing else. Files that look
-like secrets are never copied.
+Invariants: a file that cannot be read, or a missing git, only adds an entry to `left_out`. Files that look like secrets
+are never copied.
 """
 
 import io
@@ -33,10 +33,10 @@ GIT_SECONDS = 5.0
 """Deadline of a git command, so that a slow network drive does not delay the start."""
 
 DIFF_SECONDS = 60.0
-"""Deadline of a git command of the snapshot, for which nothing waits."""
+"""Deadline of a git command of the snapshot. Nothing waits for it."""
 
 MAX_TOTAL_BYTES = 64 * 2**20
-"""Bytes of all files of a snapshot, before compression; the rest is left out."""
+"""Bytes of all files of a snapshot, before compression. Other files are left out."""
 
 SECRETS = (".env", ".env.*", "*.pem", "*.key", ".netrc", "id_rsa*", "id_ed25519*", "credentials*", "*.p12")
 """Names of files that are never copied."""
@@ -46,7 +46,7 @@ BUILT_PAGES = "dashboard/static/"
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Returns commit and uncommitted changes of the checkout. (None, None) outside a checkout."""
+    """Returns the commit of the checkout and whether it has uncommitted changes. (None, None) outside a checkout."""
     try:
         commit = _git(directory, "rev-parse", "HEAD").strip()
         return commit, bool(_git(directory, "status", "--porcelain").strip())
@@ -56,7 +56,7 @@ def git_state(directory: Path) -> tuple[str | None, bool | None]:
 
 @dataclass
 class CodeSnapshot:
-    """What is copied, and what is not. `max_bytes` is of one file."""
+    """Writes a snapshot and lists what it leaves out. `max_bytes` is the limit for one file."""
 
     max_bytes: int
     exclude: Sequence[str]
@@ -65,13 +65,13 @@ class CodeSnapshot:
 
     def write(self, path: Path, start: Path, folders: Sequence[Path]) -> None:
         """Writes the snapshot of the checkout around `start` and of `folders`. Raises `OSError`."""
-        path.parent.mkdir(exist_ok=True)  # without its parents: a removed run directory is not created again
+        path.parent.mkdir(exist_ok=True)  # without parents, so that a removed run directory is not created again
         temporary = temporary_name(path)
         root = Path(found) if (found := _line(start, "rev-parse", "--show-toplevel")) else None
         try:
             with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
                 if root is not None:
-                    # Tracked files, and those that are neither tracked nor ignored.
+                    # Tracked files, and files that are neither tracked nor ignored.
                     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
                     listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
                     self._add_all(archive, "sources", root, sorted(listed))
@@ -135,14 +135,14 @@ class CodeSnapshot:
 
 
 def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[str], folders: Sequence[str]) -> None:
-    """Writes the snapshot of this start in a daemon thread. A failure is one warning."""
+    """Writes the snapshot of this start in a daemon thread, which logs a failure as one warning."""
     path, start = RunFiles(run_dir).code / f"attempt-{attempt}.tar.gz", Path.cwd()
     places = [Path(folder).expanduser().resolve() for folder in folders]
 
     def write() -> None:
         try:
             CodeSnapshot(int(max_mb * 1e6), exclude).write(path, start, places)
-        except Exception as error:  # a run does not depend on it
+        except Exception as error:  # a run does not depend on its snapshot
             logger.warning("The code of this run is not kept in %s: %s", path, error)
 
     threading.Thread(target=write, name="telescope-code", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Merges the files of an ended run into few large ones, for archives.
+"""Merges the files of an ended run into few large files, for archives.
 
-Invariants: merged files are on disk (fsync) before their inputs are removed, so that a kill loses nothing: what remains
-of the inputs is skipped by readers and removed by the next `compact`. A live run is refused, and a run that is being
-compacted cannot be resumed.
+Invariants: merged files are on disk (fsync) before their inputs are removed, so a kill loses nothing: readers skip the
+remaining inputs, and the next `compact` removes them. A live run is refused, and a run cannot be resumed while it is
+compacted.
 """
 
 import time
@@ -19,16 +19,16 @@ from telescope.record.table_writer import split_at_gaps, why_foreign, write_bloc
 from telescope.record.tables import TABLES
 
 FILE_BYTES = 256 * 2**20
-"""Files become one until they have this size."""
+"""Files are merged until they have this size."""
 
 GRACE_SECONDS = 1.0
-"""How long merged files stay beside their inputs, so that a reader that listed a folder before sees the inputs."""
+"""How long merged files stay beside their inputs, because a reader may have listed the folder before the merge."""
 
 
 def compact(run: Run) -> None:
-    """Merges the files of each table of an ended run. Damaged files stay.
+    """Merges the files of each table of an ended run. Leaves damaged files unchanged.
 
-    Raises `UserError` if the run is live, or being resumed or compacted by another process, and `OSError`.
+    Raises `UserError` if the run is live, or another process is resuming or compacting it, and `OSError`.
     """
     if run.status == "live":
         raise UserError(f"{str(run.files.run_dir)!r} is live. Compact it when it has ended.")
@@ -45,12 +45,12 @@ def compact(run: Run) -> None:
 
 
 def file_sizes(run: Run) -> list[int]:
-    """Returns the bytes of each file of the tables."""
+    """Returns the size of each file of the tables, in bytes."""
     return [path.stat().st_size for path in run.files.tables.glob("*/*") if path.is_file()]
 
 
 def _merge(run: Run, name: str) -> list[Path]:
-    """Merges the files of a table. Returns those whose rows other files have now."""
+    """Merges the files of a table. Returns the files whose rows are now in other files."""
     folder = run.files.table(name)
     for file in run.table_files(name):
         if file.rows is None:
@@ -79,7 +79,7 @@ def _merge(run: Run, name: str) -> list[Path]:
 
 
 def _by_size(files: Sequence[TableFile]) -> list[list[TableFile]]:
-    """Splits ordered files into runs of about `FILE_BYTES`."""
+    """Splits ordered files into groups of about `FILE_BYTES`."""
     groups: list[list[TableFile]] = [[]]
     num_bytes = 0
     for file in files:

@@ -1,7 +1,6 @@
 """Converts rows (dictionaries) to an Arrow table of a given schema.
 
-Values may come from user code: the metric of an environment may be a bool, a numpy scalar or a string that holds no
-number.
+Values may come from user code: an environment's metric may be a bool, a numpy scalar or a string that is not a number.
 
 Invariant: a batch of rows always converts. A value that does not fit its column becomes null and is named in
 `problems`.
@@ -28,10 +27,10 @@ class Batch(NamedTuple):
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """Converts rows to an Arrow table. Returns it and the values that did not fit.
+    """Converts rows to an Arrow table. Returns the table, and the first value of each column that did not fit.
 
-    Of each column, the first such value is returned. Missing keys are null. A column that cannot be converted as a
-    whole is converted value by value, so that one odd value does not lose the others.
+    Missing keys are null. A column that cannot be converted as a whole is converted value by value, so that one odd
+    value does not lose the others.
     """
     arrays: list[pa.Array] = []
     problems: dict[str, str] = {}
@@ -51,7 +50,7 @@ def warn_of(table: Table, problems: Mapping[str, str], warned: set[str]) -> None
 
 
 def encode(table: Table, rows: Sequence[Mapping[str, Any]], warned: set[str]) -> bytes:
-    """Encodes rows as a message of Arrow, which `decode` reads. Warns as `warn_of`."""
+    """Encodes rows as an Arrow message, which `decode` reads. Logs problems as `warn_of` does."""
     data, problems = rows_to_table(table, rows)
     warn_of(table, problems, warned)
     (batch,) = data.to_batches()
@@ -59,12 +58,12 @@ def encode(table: Table, rows: Sequence[Mapping[str, Any]], warned: set[str]) ->
 
 
 def decode(table: Table, message: bytes) -> pa.RecordBatch:
-    """Returns the rows of a message of `encode`."""
+    """Returns the rows of a message that `encode` returned."""
     return pa.ipc.read_record_batch(pa.py_buffer(message), table.schema)
 
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Returns `data` with exactly the columns of `schema`. Missing ones are null."""
+    """Returns `data` with exactly the columns of `schema`. Missing columns are null."""
     if data.schema.equals(schema):
         return data
     columns = [
@@ -84,7 +83,7 @@ def _column(values: list[Any], arrow_type: pa.DataType, name: str, problems: dic
             return _arrays_column(values, arrow_type)
         return pa.array(values, type=arrow_type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
-        pass  # Some value does not fit: below, each value is coerced by itself, and failures are reported.
+        pass  # Some value does not fit. The code below converts each value alone and reports failures.
 
     def report(value: Any, error: Exception) -> None:
         text = repr(value)
@@ -94,11 +93,11 @@ def _column(values: list[Any], arrow_type: pa.DataType, name: str, problems: dic
 
 
 def _arrays_column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Returns a list column made of one-dimensional numpy arrays. Raises `ValueError` if a value would change.
+    """Returns a list column from one-dimensional numpy arrays. Raises `ValueError` if a value would change.
 
     Most recorded data is per-token arrays. Arrow's own conversion boxes each number, which takes 50 times as long.
     """
-    import numpy as np  # Imported here, because readers of a record do not need it.
+    import numpy as np  # imported here because readers of a record do not need it
 
     arrays = [np.empty(0, np.int32) if value is None else np.asarray(value) for value in values]
     if any(array.ndim != 1 for array in arrays):
@@ -113,7 +112,7 @@ def _arrays_column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
 
 
 def _fit(value: Any, arrow_type: pa.DataType, report: Callable[[Any, Exception], None]) -> Any:
-    """Returns `value` coerced to the type, or None with a report. Maps and lists lose only unfit entries."""
+    """Converts `value` to the type, or reports it and returns None. Maps and lists lose only unfit entries."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The layout of a run directory, atomic replacement of small files, and the lock of the one process that writes.
+"""Defines the layout of a run directory, replaces small files atomically, and locks the directory for one writer.
 
 Owns the paths (`config.yaml`, `run.json`, `heartbeat.json`, `summary.json`, `logs/`, `checkpoints/`, `tables/`). Does
 not own the contents.
@@ -6,9 +6,9 @@ not own the contents.
 Invariant: a file that another process may read is written under a hidden name in the same directory and then renamed.
 A reader therefore sees the old content or the new content.
 
-The lock also checks that the directory is still the one that was locked; the `recorder` decides what happens to rows
-when it is not. A process id alone does not identify a process: ids are reused, and a run directory may be read on
-another machine, in another container or after a reboot.
+The lock also checks that the directory has not been replaced since it was locked. If it has, the `recorder` decides
+what happens to the rows. A process id alone does not identify a process: ids are reused, and a run directory may be
+read on another machine, in another container or after a reboot.
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ class RunFiles:
         self.in_flight = self.tables / "in_flight.json"
         """The samples that are being generated now."""
         self.now = self.tables / "now.json"
-        """What the run does now, see `orchestrator.status`."""
+        """The current activity of the run, see `orchestrator.status`."""
         self.writer_lock = self.tables / ".writer.lock"
         """Lock file of the process that writes the tables."""
 
     def table(self, name: str) -> Path:
-        """The folder of a table's files."""
+        """Returns the folder of a table's files."""
         return self.tables / name
 
     def log(self, component: str) -> Path:
-        """The log file of a component."""
+        """Returns the log file of a component."""
         return self.logs / f"{component}.log"
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Size and time of the last change of a file. A file that did not change has the same state."""
+    """Size and modification time of a file, which differ if the file has changed."""
 
     size: int
     modified_ns: int
 
 
 def record_files(run_dir: str | os.PathLike[str]) -> dict[str, FileState]:
-    """Returns the files that a copy of the run needs, by their path.
+    """Returns the files that a copy of the run needs, by their paths.
 
-    Leaves out checkpoints, weights, the folders of trackers, and incomplete files.
+    Leaves out checkpoints, weights, folders of trackers, and incomplete files.
     """
     files = RunFiles(run_dir)
     found = {}
@@ -112,7 +112,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes `content` to `path`. Readers see the old bytes or the new ones. Raises `OSError`."""
+    """Writes `content` to `path`. Readers see either the old or the new content. Raises `OSError`."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)
@@ -125,7 +125,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
     """Replaces `path` with `value` as JSON. Returns the number of bytes. Raises `OSError`.
 
-    Without `indent` it takes a tenth of the time, which matters for long lists.
+    Takes a tenth of the time without `indent`, which matters for long lists.
     """
     content = _json_bytes(value, indent)
     replace_file(path, content)
@@ -133,7 +133,7 @@ def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk, so that they survive a power failure."""
+    """Flushes a file, or the names in a folder, to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -142,10 +142,10 @@ def sync(path: Path) -> None:
 
 
 def overwrite_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON over an existing file, in place: a full disk has no space for another file.
+    """Writes `value` as JSON over an existing file, in place, for a disk that has no space for another file.
 
-    Raises `OSError`, with the old content kept, if the new one does not fit the file's blocks. A reader may see a
-    part of it: only for the end of a run whose disk stays full.
+    Raises `OSError` and keeps the old content if the new content does not fit the file's blocks. A reader may see
+    partly written content, so this is only for the end of a run whose disk stays full.
     """
     content = _json_bytes(value, indent=1)
     with path.open("r+b") as file:
@@ -155,20 +155,20 @@ def overwrite_json(path: Path, value: Any) -> None:
 
 
 def _json_bytes(value: Any, indent: int | None) -> bytes:
-    """Returns a line of JSON, or lines with `indent`."""
+    """Encodes `value` as JSON, on one line without `indent`."""
     if indent is None:
-        with suppress(ValueError):  # invalid UTF-8. Five times as fast as Python's json:
+        with suppress(ValueError):  # invalid UTF-8. Five times as fast as Python's json.
             return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value) + b"\n"
     return json.dumps(value, indent=indent, default=_to_json_value).encode("utf-8", errors="replace") + b"\n"
 
 
 def _to_json_value(value: Any) -> Any:
-    """Converts numpy numbers and arrays to Python's, and anything else to text."""
+    """Converts numpy numbers and arrays to Python values, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file, or None without a file. Raises `ValueError` for invalid JSON."""
+    """Returns the content of a JSON file, or None if there is no file. Raises `ValueError` for invalid JSON."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def read_json(path: Path) -> Any:
 
 
 class WriterLock:
-    """Lock of one run directory. `is_removed` is the result of the last `acquire`."""
+    """Locks one run directory for writing. The last `acquire` has set `is_removed`."""
 
     def __init__(self, files: RunFiles) -> None:
         self.is_removed = False
@@ -191,9 +191,9 @@ class WriterLock:
         return self._descriptor is not None and not self.is_removed
 
     def acquire(self) -> None:
-        """Becomes the only writer, or checks that it still is.
+        """Locks the directory for this process, or checks that it still has the lock.
 
-        Raises `UserError` if another process is the writer, and `OSError` if the directory cannot be created or was
+        Raises `UserError` if another process has the lock, and `OSError` if the directory cannot be created or was
         removed. A removed directory is not created again, because its earlier rows would be missing.
         """
         if self._descriptor is not None:
@@ -221,7 +221,7 @@ class WriterLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Lets another process write. Safe to call without the lock."""
+        """Unlocks the directory, so that another process can write. Does nothing without the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -243,7 +243,7 @@ def _other_writer(run_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process id with what makes it unique. Fields are empty where the system does not report them."""
+    """Identifies a process uniquely. Fields are empty if the system does not report them."""
 
     host: str
     pid: int
@@ -251,7 +251,7 @@ class ProcessIdentity:
     """Start of the process in ticks since boot."""
     boot: str
     namespace: str
-    """The process id namespace; containers have their own."""
+    """The process id namespace. Containers have their own."""
 
     @classmethod
     def current(cls) -> ProcessIdentity:
@@ -261,26 +261,26 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessIdentity | None:
-        """Returns the identity with these fields, or None for anything else."""
+        """Returns the identity with these fields, or None if `value` has other fields."""
         try:
             return cls(**{name: value[name] for name in cls.__slots__})
         except (TypeError, KeyError):
             return None
 
     def is_alive(self) -> bool | None:
-        """Returns whether the process runs, or None if this machine cannot tell."""
+        """Returns whether the process is running, or None if this machine cannot tell."""
         if not self.boot or not self.started or self.boot != _boot_id() or self.namespace != _pid_namespace():
             return None
         return _start_ticks(self.pid) == self.started
 
 
 def _start_ticks(pid: int) -> str | None:
-    """Returns when a local process started, or None if it has exited. A zombie has exited."""
+    """Returns when a local process started, or None if it has exited or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the name in parentheses, which may itself hold spaces and parentheses.
+    # The second field is the name in parentheses, which can contain spaces and parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return None if fields[0] in "ZX" else fields[19]
 

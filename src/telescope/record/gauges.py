@@ -1,10 +1,10 @@
-"""Sampled numbers on their way to the table `gauges`.
+"""Samples numbers for the table `gauges`.
 
     read() every interval --> Sampler (a thread) --> Thinning --> bounded buffer --take()--> the writer of the record
 
-Owns when numbers are read, which readings are kept, and what happens when reading fails. The reading functions are in
-`system_metrics`, `trainer.timeline` and `inference.engine_metrics`. Imports nothing heavy, because it runs in every
-process.
+Owns the time of each reading, the choice of readings to keep, and the handling of failed readings. The reading
+functions are in `system_metrics`, `trainer.timeline` and `inference.engine_metrics`. Imports nothing heavy, because it
+runs in every process.
 
 Invariants: a sampler never blocks another thread. When the buffer is full, the oldest readings are dropped and counted.
 A `read` that raises is reported once per type of error and tried again. Problems travel with the readings, so that they
@@ -26,21 +26,22 @@ REPEAT_SECONDS = 10.0
 
 @dataclass(slots=True, frozen=True)
 class Reading:
-    """One number. `labels` distinguish numbers of the same name: (("le", "0.5"),)."""
+    """One number. `labels` distinguish numbers with the same name: (("le", "0.5"),)."""
 
     time: float
     name: str
     value: float
     labels: tuple[tuple[str, str], ...] = ()
     gpu: int | None = None
-    """Index of the GPU that the number belongs to, as in `nvidia-smi`, or None."""
+    """Index of the GPU that the number belongs to, as in `nvidia-smi`. None if it belongs to no GPU."""
 
 
 @dataclass(slots=True, frozen=True)
 class ReadingBatch:
-    """Readings since the last `take`, the problems since then, and the machine.
+    """Readings and problems since the last `take`, and the machine.
 
-    `gpus` are the GPUs of the process, as `nvidia-smi` counts on `node`. `hardware` is the machine's row of `nodes`.
+    `gpus` are the GPUs of the process, numbered as `nvidia-smi` numbers them on `node`. `hardware` is the machine's row
+    of `nodes`.
     """
 
     readings: list[Reading]
@@ -51,7 +52,7 @@ class ReadingBatch:
 
 
 class Thinning:
-    """Drops readings that a straight line between their neighbors shows as well.
+    """Drops readings that lie on a straight line between their neighbors.
 
     Keeps the first and the last reading of a constant number, and one every `REPEAT_SECONDS`.
     """
@@ -61,7 +62,7 @@ class Thinning:
         self._left_out: dict[tuple[object, ...], Reading] = {}
 
     def __call__(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Returns the readings to keep, in order of time within each series."""
+        """Returns the readings to keep, ordered by time within each series."""
         kept: list[Reading] = []
         for reading in readings:
             series = (reading.name, reading.labels, reading.gpu)
@@ -111,16 +112,16 @@ class Sampler:
         return batch
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Stops the thread. A thread that hangs in a read ends with its process."""
+        """Stops the thread. A thread that hangs in a reading ends with its process."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def sample(self) -> None:
-        """Reads once, now."""
+        """Reads once."""
         try:
             readings = self._thin(self._read())
-        except Exception as error:  # sampling must not end the process, whatever a driver raises
+        except Exception as error:  # Sampling must not end the process, whatever a driver raises.
             if (kind := type(error).__name__) not in self._reported:
                 self._reported.add(kind)
                 with self._lock:
@@ -134,6 +135,6 @@ class Sampler:
         due = time.monotonic()
         while not self._stopping.is_set():
             self.sample()
-            # Missed readings are not made up for.
+            # Missed readings are skipped.
             due = max(due + self._interval, time.monotonic())
             self._stopping.wait(due - time.monotonic())

@@ -1,11 +1,11 @@
 """Copies the lines of a run's log files into the table `logs`.
 
-Trainer ranks, servers and environments write plain files below `logs/`, because a crash must leave its last words.
+Trainer ranks, servers and environments write plain files below `logs/`, so that the last lines before a crash are kept.
 `LogFiles` reads what they append, in one thread of the driver; `LogParser` splits it into entries. The driver's own
 lines reach the record through `logging`.
 
 Invariants: a traceback is one entry, whichever library wrote it. An entry has no control sequences. Memory per file is
-bounded: of a file that grows faster than it is read, a part is skipped, and an entry says how much.
+bounded: if a file grows faster than it is read, a part is skipped, and an entry states how many bytes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from telescope.utils.text import plain
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval between reads: a person who follows the logs does not notice it."""
+"""Interval between reads, short enough for a person who follows the logs."""
 
 MAX_BYTES_PER_POLL = 2**20
-"""Bytes of one file that are read at once: 10 ms of work."""
+"""Bytes of one file that are read at once, which takes 10 ms."""
 
 MAX_BEHIND_BYTES = 8 * MAX_BYTES_PER_POLL
-"""A file with more unread bytes is skipped up to its last `MAX_BYTES_PER_POLL`."""
+"""If a file has more unread bytes, all but its last `MAX_BYTES_PER_POLL` are skipped."""
 
 MAX_LINE = 16 * 1024
-"""Characters of one line that are kept."""
+"""Characters of a line that are kept."""
 
 MAX_ENTRY = 256 * 1024
-"""Characters of one entry; a longer one is cut."""
+"""Characters of an entry. A longer entry is cut."""
 
 PLAUSIBLE_SECONDS = 600.0
-"""Difference to this machine's clock above which the time of a line is not used: it is of another time zone."""
+"""If the time of a line differs more from this machine's clock, it has another time zone and is not used."""
 
 OWN = "driver.log"
-"""The driver's file, whose lines are in the table already."""
+"""The driver's log file. The table already contains its lines."""
 
 _PREFIX = re.compile(r"\([\w-]+ pid=(\d+)\) ")
-"""What vLLM puts before each line of its processes."""
+"""Prefix that vLLM adds to each line of its processes."""
 
 _HEADERS = (
     # Telescope, see `logging._FORMAT`.
@@ -74,7 +74,7 @@ _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception)\b(?::|$)|Fatal Python 
 
 @dataclass(slots=True)
 class _Entry:
-    """An entry that may continue. `header` is what all its lines have in common; None without a header."""
+    """An entry that may continue. `header` is what all its lines have in common, or None."""
 
     time: float
     level: str
@@ -88,7 +88,7 @@ class _Entry:
 
 @dataclass
 class LogParser:
-    """Splits the lines of one file into entries: rows of `logs`, without component and source."""
+    """Splits the lines of one file into entries, which are rows of `logs` without component and source."""
 
     _entry: _Entry | None = None
 
@@ -131,7 +131,7 @@ class LogParser:
             entry.in_traceback = belongs
             return belongs
         if entry.in_traceback:
-            # The line that names the exception is the first one that is not indented.
+            # The first line without indentation names the exception.
             entry.in_traceback = not line.strip() or line[0] == " "
             return True
         has_traceback = any(_TRACEBACK in known for known in entry.lines)
@@ -171,9 +171,9 @@ class _File:
 
 
 class LogFiles:
-    """Reads the log files of a run until it is closed. Use it as a context manager, inside that of the recorder.
+    """Reads the log files of a run until it is closed. Use it as a context manager, inside the recorder's.
 
-    What the files hold at the start was recorded by an earlier attempt. `write` is that of the recorder.
+    Skips what the files contain at the start, because an earlier attempt has recorded it. `write` is `Recorder.write`.
     """
 
     def __init__(self, run_dir: Path, write: Callable[[str, dict[str, Any]], None]) -> None:
@@ -190,10 +190,10 @@ class LogFiles:
 
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
-        self._thread.join(10.0)  # a disk that does not answer does not delay the end of a run for long
+        self._thread.join(10.0)  # a disk that does not respond must not delay the end of a run for long
 
     def poll(self, now: float, *, last: bool = False) -> None:
-        """Reads what is new. `last`: also writes entries that may not be complete."""
+        """Reads new lines. With `last`, also writes entries that may be incomplete."""
         for path in self._paths():
             file = self._files.setdefault(path, _File(path, 0))
             for row in self._new_entries(file, now, last):

@@ -1,9 +1,9 @@
-"""Log handlers: a file per component, the table `logs`, the terminal.
+"""Sends log lines to a file per component, the table `logs`, and the terminal.
 
 Owns the handlers of the root logger of a process.
 
-Invariants: logging never raises and never waits for the record. A disk that cannot take lines is reported once, on
-stderr. Files and the terminal get lines without control sequences.
+Invariants: logging never raises and never waits for the record. A failing disk is reported once, on stderr. Files and
+the terminal get lines without control sequences.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def setup_logging(
 
     The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings need `alerts`.
     `debug` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
-    Replaces the handlers of an earlier call, and returns its own. Never raises because of the disk.
+    Replaces the handlers of an earlier call. Returns the new handlers. Never raises because of the disk.
     """
     root = logging.getLogger()
     remove_handlers()
@@ -61,18 +61,18 @@ def remove_handlers() -> None:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Formats lines without control sequences, which `cat` would send to the terminal."""
+    """Formats lines without control sequences, which a terminal would interpret."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
 
 
 class _TelescopeHandler:
-    """Marks the handlers that the next call of `setup_logging` replaces."""
+    """Marks handlers that the next call of `setup_logging` replaces."""
 
 
 class _FileHandler(_TelescopeHandler, logging.FileHandler):
-    """Appends to a file, which the first line creates. Reports a failing disk once."""
+    """Appends to a file that the first line creates. Reports a failing disk once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="replace", delay=True)
@@ -86,7 +86,7 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.stream is None:
-                # Without its parents: a log line does not create a removed run directory again.
+                # Without parents, so that a log line does not create a removed run directory again.
                 Path(self.baseFilename).parent.mkdir(exist_ok=True)
             super().emit(record)
         except OSError:
@@ -96,7 +96,7 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
         """Reports once that lines are lost. Called while the exception is handled."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            super().handleError(record)  # A wrong format string: logging prints where.
+            super().handleError(record)  # A wrong format string: logging prints its place.
         elif not self._reported:
             self._reported = True
             print(
@@ -106,7 +106,7 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
 
 
 class _RecordHandler(_TelescopeHandler, logging.Handler):
-    """Writes a row of `logs` per line. The first warning of each place of Telescope is also an alert."""
+    """Writes a row of `logs` per line. The first warning from each place in Telescope's code is also an alert."""
 
     def __init__(self, recorder: Recorder, alerts: Alerts | None, component: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
         try:
             message = self.format(record)
         except (TypeError, ValueError):
-            self.handleError(record)  # A wrong format string: logging prints where.
+            self.handleError(record)  # A wrong format string: logging prints its place.
             return
         place = f"{record.name}:{record.lineno}"
         self._recorder.write(

@@ -1,10 +1,10 @@
-"""Bounded buffer of rows that wait for the disk. Drops the least important first.
+"""Buffers a bounded number of rows until they are on disk. Drops the least important rows first.
 
-Owns the count of rows and bytes, and which rows are dropped. Does not lock, write or wait: the recorder calls it under
-its lock.
+Owns the counts of rows and bytes, and the choice of rows to drop. Does not lock, write or wait: the recorder calls it
+under its lock.
 
-Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with the lowest `Keep` lose rows first, the
-oldest rows of a table before newer ones. Every dropped row is counted.
+Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with the lowest `Keep` lose rows first, and
+each table loses its oldest rows first. Every dropped row is counted.
 """
 
 from collections import Counter, deque
@@ -15,7 +15,7 @@ from telescope.record.convert import Batch
 from telescope.record.tables import TABLES, Keep
 
 Row = dict[str, Any] | Batch
-"""One row, or a batch of rows, which counts as one."""
+"""One row, or a batch of rows that counts as one."""
 
 _VALUE_BYTES = 60
 """Approximate size of a key and a small value in a dictionary."""
@@ -27,7 +27,7 @@ _COUNTED = frozenset((int, float, bool, type(None)))
 
 
 def row_bytes(row: Row) -> int:
-    """Returns the approximate memory of a row. Exact for long texts, which need most of it."""
+    """Returns the approximate memory of a row, in bytes. It is exact for long texts, which need most of it."""
     if isinstance(row, Batch):
         return row.num_bytes
     total = _VALUE_BYTES * len(row)
@@ -50,7 +50,7 @@ def row_bytes(row: Row) -> int:
 
 
 class PendingRows:
-    """Rows by table, oldest first."""
+    """Rows of each table, oldest first."""
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self.max_rows = max_rows
@@ -64,7 +64,7 @@ class PendingRows:
         self._order = [name for _, name in sorted(droppable)]
 
     def add(self, table: str, row: Row) -> None:
-        """Appends a row, and drops rows that no longer fit."""
+        """Appends a row. Drops the least important rows if the buffer is full."""
         size = row_bytes(row)
         self._rows[table].append((row, size))
         self._added[table] += 1
@@ -81,7 +81,7 @@ class PendingRows:
         return dict(self._added)
 
     def first(self, table: str, cut: int, max_rows: int, max_bytes: int) -> list[Row]:
-        """Returns the oldest rows before the mark `cut`, at least one if there is any. They stay in the buffer."""
+        """Returns the oldest rows before the mark `cut`, and at least one if there is any. They stay in the buffer."""
         rows: list[Row] = []
         pending = self._rows[table]
         before_cut = cut - (self._added[table] - len(pending))
@@ -94,8 +94,8 @@ class PendingRows:
         return rows
 
     def written(self, table: str, rows: list[Row]) -> None:
-        """Removes rows that `first` returned and that are on disk now."""
-        # Rows that were dropped while they were being written are on disk and not lost.
+        """Removes rows that `first` returned and that are now on disk."""
+        # Rows that were dropped while they were written are on disk and not lost.
         self.dropped[table] -= len(rows) - self._remove(table, rows)
 
     def drop(self, table: str, rows: list[Row]) -> None:

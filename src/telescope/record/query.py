@@ -1,4 +1,4 @@
-"""SQL over the tables of one run or many, through DuckDB.
+"""Runs SQL queries over the tables of runs with DuckDB.
 
 Each table is a view with the rows of all runs and a column `run`.
 
@@ -7,7 +7,7 @@ Owns the views, the check that a statement only reads, and errors that suggest t
 
 Invariants: nothing is written, attached or downloaded, and no file is read except the tables of the runs. A view has
 each row once and hides superseded steps, like `reader.Run.table`. A query starts again when files were compacted
-meanwhile, and when files are damaged; damaged files are left out and counted by `reader.Run.unreadable`.
+meanwhile or are damaged. Damaged files are left out, and `reader.Run.unreadable` lists them.
 """
 
 import re
@@ -104,7 +104,7 @@ class Database:
                 self._create_views(connection, _mentioned(sql), files, with_texts=bool(_TEXTS.search(sql)))
                 return _fetch(connection, sql)
             except duckdb.Error as error:
-                # A file that was compacted meanwhile is no error: its rows are in another file now.
+                # A file that was compacted meanwhile is no error: another file now has its rows.
                 replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
                 again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and exclude_damaged(files))
                 if attempt == READ_ATTEMPTS - 1 or not again:
@@ -142,7 +142,7 @@ def _fetch(connection: Connection, sql: str) -> Result:
 
 
 def exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
-    """Reads every file and excludes unreadable ones from its run. Returns whether there were any."""
+    """Reads every file and excludes unreadable files from their runs. Returns whether there were any."""
     damaged = [(run, path) for run, path in files if not is_readable(path)]
     for run, path in damaged:
         run.exclude(path)
@@ -155,7 +155,7 @@ def file_pattern(path: Path) -> str:
 
 
 def _visible_rows(connection: Connection, run: Run, name: str, place: int, files: Files) -> str:
-    """Returns a query for the rows that are not superseded."""
+    """Returns a query for the rows of a table that are not superseded."""
     rows = all_rows(connection, run, name, place, files)
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
@@ -168,9 +168,9 @@ def _visible_rows(connection: Connection, run: Run, name: str, place: int, files
 
 
 def all_rows(connection: Connection, run: Run, name: str, place: int, files: Files) -> str:
-    """Returns a query for all rows, of which it loads the newest.
+    """Returns a query for all rows. Loads the rows in tails into the database.
 
-    Adds the other files that it reads to `files`. `place` tells runs of one connection apart.
+    Adds the blocks that the query reads to `files`. `place` distinguishes the runs of one connection.
     """
     found = run.table_files(name)
     tails = [file.rows for file in found if file.rows is not None]
@@ -184,7 +184,7 @@ def all_rows(connection: Connection, run: Run, name: str, place: int, files: Fil
 
 
 def _with_texts(connection: Connection, run: Run, samples: str, place: int, files: Files) -> str:
-    """Returns a query for rows of `samples` with the texts of prompts and turns."""
+    """Returns a query for rows of `samples` with the texts of prompts and completions."""
     prompts, turns = (all_rows(connection, run, name, place, files) for name in ("prompts", "turns"))
     answers = "SELECT attempt, sample_id, string_agg(text, chr(10) ORDER BY turn) AS answers"
     return (
@@ -195,7 +195,7 @@ def _with_texts(connection: Connection, run: Run, samples: str, place: int, file
 
 
 def block_rows(name: str, blocks: Sequence[TableFile]) -> str:
-    """Returns a query for the rows of some blocks. It has all columns of the table."""
+    """Returns a query for the rows of some blocks, with all columns of the table."""
     rows = f"({_empty(name)})"
     if blocks:
         listed = ", ".join(sql_text(file_pattern(block.path)) for block in blocks)
@@ -205,7 +205,7 @@ def block_rows(name: str, blocks: Sequence[TableFile]) -> str:
 
 def load(connection: Connection, name: str, data: pa.Table) -> str:
     """Copies a table into a database. Returns a query for its rows."""
-    # In a schema of their own, where SHOW TABLES does not list them.
+    # SHOW TABLES does not list tables of another schema.
     connection.execute("CREATE SCHEMA IF NOT EXISTS loaded")
     connection.register("copied", data)
     connection.execute(f"CREATE OR REPLACE TABLE loaded.{name} AS FROM copied")
@@ -214,7 +214,7 @@ def load(connection: Connection, name: str, data: pa.Table) -> str:
 
 
 def _empty(name: str) -> str:
-    """Returns a query for no rows with the current columns. Older files may lack some."""
+    """Returns a query for no rows with the current columns, some of which older files may lack."""
     columns = TABLES.get(name, TABLES["samples"]).columns
     typed = ", ".join(f'NULL::{type_name(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
@@ -240,7 +240,7 @@ def _connect(runs: Sequence[Run], folder: Path) -> Connection:
 
     DuckDB lets queries read its spill folder, which is `.tmp` in the working directory by default.
     """
-    # Extensions would be downloaded, and names would be looked up among the variables of this process.
+    # Otherwise DuckDB would download extensions and look names up among this process's variables.
     settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
@@ -249,7 +249,7 @@ def _connect(runs: Sequence[Run], folder: Path) -> Connection:
     }
     connection = duckdb.connect(":memory:", config=settings)
     folders = [run.files.tables for run in runs]
-    # DuckDB compares the text of a path, both as written and as expanded.
+    # DuckDB compares paths as text, both as written and as expanded.
     allowed = dict.fromkeys(text for folder in folders for text in (str(folder), file_pattern(folder)))
     connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, allowed))}]")
     connection.execute("SET enable_external_access = false")
@@ -273,7 +273,7 @@ def _check_reading(connection: Connection, sql: str) -> None:
 
 
 def _without_explain(sql: str) -> tuple[list[str], str]:
-    """Returns a statement without leading comments and EXPLAIN: lower-case words and text."""
+    """Returns the lower-case words and the text of a statement without leading comments and EXPLAIN."""
     text = sql.encode()
     starts = [start for start, kind in duckdb.tokenize(sql) if kind != duckdb.token_type.comment]
     words = [_WORD.match(text, start)[0].decode(errors="replace").lower() for start in starts]  # type: ignore[index]
@@ -286,7 +286,7 @@ def _without_explain(sql: str) -> tuple[list[str], str]:
 
 
 def _mentioned(sql: str) -> list[str]:
-    """Returns the views whose names occur in a query. Other files are not opened."""
+    """Returns the views whose names occur in a query. The files of other views are not opened."""
     words = {word.lower() for word in re.findall(r"\w+", sql)}
     wanted = [name for name in VIEWS if name in words]
     # SHOW TABLES and the information schema list all views.
@@ -294,7 +294,7 @@ def _mentioned(sql: str) -> list[str]:
 
 
 def _explain(message: str, sql: str) -> str:
-    """Returns DuckDB's message. Lists the existing names if a name is wrong."""
+    """Returns DuckDB's message, with the existing names if a name is wrong."""
     table = _UNKNOWN_TABLE.search(message)
     if table is not None:
         return f"There is no table {table[1]!r}.{did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."

@@ -1,7 +1,7 @@
-"""Reader of run directories, of live or ended runs, complete or damaged. Needs only pyarrow and duckdb.
+"""Reads the run directories of live and ended runs, also damaged ones. Needs only pyarrow and duckdb.
 
 Owns the view of one run's tables and the list of runs in a folder. Does not write, lock or keep files open, so a reader
-never affects a run. SQL over several runs is in `query`.
+never affects a run. `query` runs SQL over several runs.
 
 Invariants: a read shows a prefix of what was written, each row once, also while the run writes. A later read shows the
 same prefix or a longer one. Steps that a later attempt superseded are hidden by default.
@@ -72,9 +72,9 @@ class RunSummary:
     num_steps: int | None
     """Configured number of steps, None if unknown."""
     reward_first: float | None
-    """Mean reward of all scored samples, over the first 10 steps, or the first half of fewer."""
+    """Mean reward of all scored samples over the first 10 steps, or over the first half if there are fewer than 20."""
     reward_last: float | None
-    """The same over the last ones."""
+    """The same over the last steps."""
     heldout_before: float | None
     heldout_after: float | None
     error: str | None
@@ -113,9 +113,9 @@ class Run:
         return status_now(self.files.run_dir, self.info)
 
     def table(self, name: str, *, columns: Sequence[str] | None = None, all_attempts: bool = False) -> pa.Table:
-        """Returns all rows of a table, in the order of writing.
+        """Returns all rows of a table in the order in which they were written.
 
-        Hides superseded rows unless `all_attempts` is true. Of `runs` and `attempts`, returns the newest row per key.
+        Hides superseded rows unless `all_attempts` is true. For `runs` and `attempts`, returns the newest row per key.
         """
         definition = _definition(name)
         cut = {} if all_attempts else self.cutoffs()
@@ -140,15 +140,15 @@ class Run:
         return data.select(list(columns)) if columns is not None else data
 
     def values(self, table: str, column: str, **where: Any) -> frozenset[Any]:
-        """Returns the values in a column, of rows with the values `where`. Empty without a record."""
+        """Returns the values of a column in rows that match `where`. Empty without a record."""
         rows = self.table(table, columns=[column, *where]).to_pylist()
         return frozenset(row[column] for row in rows if where.items() <= row.items())
 
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
         """Returns the rows from row `cursor` on, and the next cursor.
 
-        Includes superseded rows. Start with 0. Files before the cursor are not opened, so the cost depends only on new
-        rows.
+        Includes superseded rows. Start with cursor 0. Files before the cursor are not opened, so the cost depends only
+        on new rows.
         """
         definition = _definition(name)
         return self._read(name, cursor, list(columns) if columns is not None else list(definition.column_names))
@@ -168,7 +168,7 @@ class Run:
         return rows_to_table(TABLES["samples"], rows)[0]
 
     def now(self) -> dict[str, Any] | None:
-        """Returns what a live run does: `time`, `phase`, `components`, ... None if it is not live or does not say."""
+        """Returns the current activity of a live run: `time`, `phase`, `components`, ... None if it is unknown."""
         return (_read_object(self.files.now) or None) if self.status == "live" else None
 
     def attempts(self) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ class Run:
 
     @property
     def config_problem(self) -> str | None:
-        """Why `config.yaml` cannot be read, with its line. None also without the file, which nothing here needs."""
+        """Returns why and on which line `config.yaml` cannot be read. None if it can, or if there is no such file."""
         import yaml
 
         path = self.files.config
@@ -250,9 +250,9 @@ class Run:
         return None if isinstance(value, dict) else f"{path} must hold `field: value` lines"
 
     def table_files(self, name: str, cursor: int = 0) -> list[TableFile]:
-        """Returns the files with the rows from `cursor` on, in order, each row once.
+        """Returns the files with the rows from `cursor` on, in order and with each row once.
 
-        Warns of lost and damaged ones and leaves them out.
+        Leaves out lost and damaged files, with a warning.
         """
         try:
             listing = list_files(self.files.table(name), cursor)
@@ -268,15 +268,15 @@ class Run:
         return [file for file in listing.files if not self.is_excluded(file.path)]
 
     def stamp(self, name: str) -> frozenset[tuple[str, int, int]]:
-        """Returns names, sizes and times of the files of a table, which differ after each change of the table."""
+        """Returns name, size and time of each file of a table. The result differs after each change of the table."""
         try:
             files = [(file.name, file.stat()) for file in os.scandir(self.files.table(name))]
-        except OSError:  # no table yet, or a file that was replaced meanwhile
+        except OSError:  # no table yet, or a file was replaced meanwhile
             return frozenset()
         return frozenset((file, stat.st_size, stat.st_mtime_ns) for file, stat in files)
 
     def num_rows(self, name: str) -> int:
-        """Returns the number of rows, superseded and lost ones included."""
+        """Returns the number of rows, including superseded and lost rows."""
         try:
             return list_files(self.files.table(name), AFTER_ALL_ROWS).end
         except PermissionError:
@@ -296,7 +296,7 @@ class Run:
                             raise
                         self.exclude(file.path)
             except FileNotFoundError:
-                # Compacted since the listing; its rows are in another file now.
+                # A file was compacted since the listing; another file now has its rows.
                 if attempt == READ_ATTEMPTS - 1:
                     raise
                 continue
@@ -305,22 +305,22 @@ class Run:
 
     @property
     def unreadable(self) -> list[Path]:
-        """Lost, damaged or foreign files that reads have found, as paths below the run directory."""
+        """Lost, damaged or foreign files that reads have found, relative to the run directory."""
         return sorted(path.relative_to(self.files.run_dir) for path in self._unreadable)
 
     @property
     def has_repaired_files(self) -> bool:
-        """Returns whether a file that could not be read has changed since: the run is being copied here."""
+        """Returns whether an unreadable file has changed since, as when a run is still being copied."""
         return any(_signature(path) != seen for path, seen in self._unreadable.items())
 
     def exclude(self, path: Path) -> None:
-        """Excludes a file that cannot be read, and warns of it."""
+        """Excludes a file that cannot be read, with a warning."""
         match = BLOCK_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged or may not be read: {rows} of its table are missing")
 
     def is_excluded(self, path: Path) -> bool:
-        """Returns whether reads leave out this file."""
+        """Returns whether reads leave out a file."""
         return path in self._unreadable
 
     def _warn_once(self, what: Path, message: str) -> None:
@@ -330,7 +330,7 @@ class Run:
 
 
 def cutoffs(first_steps: Mapping[int, int | None]) -> dict[int, int]:
-    """Returns the cutoffs for the first step of each attempt. None: an attempt that trained nothing."""
+    """Returns the cutoffs, given the first step of each attempt, or None for an attempt that trained nothing."""
     result: dict[int, int] = {}
     lowest: int | None = None
     for attempt in sorted(first_steps, reverse=True):
@@ -403,7 +403,7 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
 
 
 def newest_first(summaries: Iterable[RunSummary]) -> list[RunSummary]:
-    """Sorts by start time; runs without one come last."""
+    """Sorts runs by start time, newest first. Runs without a start time come last."""
     return sorted(summaries, key=lambda run: -(run.started_at or 0.0))
 
 
@@ -425,7 +425,7 @@ def _read_file(file: TableFile, cursor: int, schema: pa.Schema) -> pa.Table:
 
 
 def is_readable(path: Path) -> bool:
-    """Returns whether all of a block can be read. True for a removed one."""
+    """Returns whether a block can be read completely. True if it was removed."""
     try:
         with pq.ParquetFile(path) as file:
             file.read()
@@ -439,12 +439,12 @@ def is_readable(path: Path) -> bool:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Returns whether this file alone caused the error: its content, its permissions, or that it is a folder."""
+    """Returns whether the file itself caused the error, by its content or permissions or because it is a folder."""
     return not isinstance(error, OSError) or error.errno in (None, errno.EACCES, errno.EPERM, errno.EISDIR)
 
 
 def _signature(path: Path) -> tuple[int, int] | None:
-    """Returns what changes when a file is completed or its permissions are: time and size. None: it does not exist."""
+    """Returns a file's time and size, which change when it is completed or its permissions change. None if missing."""
     try:
         state = path.stat()
     except OSError:
@@ -453,13 +453,13 @@ def _signature(path: Path) -> tuple[int, int] | None:
 
 
 def _sample_key(data: pa.Table) -> pa.ChunkedArray:
-    """Returns attempt and sample as one text. It is empty for rows without a sample."""
+    """Returns attempt and sample as one text, which is empty for rows without a sample."""
     key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
     return pc.fill_null(key, "").combine_chunks()
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file. Empty without one, or with a warning if it cannot be read."""
+    """Returns the content of a JSON file. Empty if there is none, or with a warning if it cannot be read."""
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""The writer of a run's record, in its own thread.
+"""Writes a run's record in its own thread.
 
     any thread --write--> PendingRows --every flush_seconds--> files of tables   (one thread, their only writer)
                           (bounded)                            in_flight.json, heartbeat.json
 
-Owns the thread, the pending rows, when files end, and the behavior when the disk fails. Does not own the format of the
-files (`table_files`, `table_writer`) or the meaning of rows (`tables`).
+Owns the thread, the pending rows, the moment when files end, and the behavior when the disk fails. Does not own the
+format of the files (`table_files`, `table_writer`) or the meaning of rows (`tables`).
 
 Invariants:
 - `write` neither blocks nor fails because of the disk: a run never waits for its record.
@@ -38,27 +38,27 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 8_192
 CHUNK_BYTES = 16 * 2**20
-"""Most rows that are converted at once. Bounds the memory of a conversion and the work of a retry."""
+"""Most rows and bytes that are converted at once. Bounds the memory of a conversion and the work of a retry."""
 
 BLOCK_BYTES = 32 * 2**20
-"""Rows without compression that become a block at any time. Bounds the memory of writing one, and of reading tails."""
+"""Bytes of uncompressed rows that always become a block. Bounds the memory of writing a block and of reading tails."""
 
 MAX_TAILS = 64
-"""Tails that become a block at any time."""
+"""Number of tails that always become a block."""
 
 MAX_ROLLOUT_BLOCKS = 16
-"""A block of rollouts has this share of them at least, so that a long run has few files."""
+"""A block of rollouts has at least 1 / `MAX_ROLLOUT_BLOCKS` of all samples so far, so that a long run has few files."""
 
 CLOSING_SECONDS = 1.0
-"""Time that `close` leaves for releasing the directory."""
+"""Seconds that `close` reserves for releasing the directory."""
 
 MAX_RETRY_SECONDS = 30.0
-"""Longest time between two tries while the disk fails. The first is one flush interval."""
+"""Longest time between two attempts to write while the disk fails. The shortest is one flush interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSizes:
-    """When the files of tables end, see `docs/record.md`."""
+    """Limits at which files of tables end, see `docs/record.md`."""
 
     tail_seconds: float = 60.0
     """`event_tail_window_seconds`."""
@@ -137,9 +137,9 @@ class Recorder:
     def write(self, table: str, row: Mapping[str, Any] | Batch) -> None:
         """Adds one row, or a batch with the columns of the table. Thread-safe; returns at once.
 
-        Copies the row and its dictionaries, but not its lists. Fills in `attempt`. Missing columns are null. Of tables
-        that are written `once`, later rows of a key are ignored. Raises `ValueError` for an unknown table or column.
-        After `close`, telemetry is ignored and any other row counts as dropped.
+        Copies the row and its dictionaries, but not its lists. Fills in `attempt`. Missing columns are null. For tables
+        that are written `once`, later rows with the same key are ignored. Raises `ValueError` for an unknown table or
+        column. After `close`, telemetry is ignored and any other row counts as dropped.
         """
         columns = COLUMN_NAMES.get(table)
         if columns is None:
@@ -170,13 +170,13 @@ class Recorder:
         self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
 
     def describe_now(self, source: Callable[[], Mapping[str, Any]]) -> None:
-        """Writes what `source` returns to `now.json` at every flush. It is called in the recorder's thread."""
+        """Writes the result of `source` to `now.json` at every flush. Calls `source` in the recorder's thread."""
         self._now = source
 
     def replace_json(self, path: Path, value: Any) -> None:
         """Replaces a small JSON file at the next flush. Returns at once.
 
-        Earlier rows are written first. The caller must not change `value` afterwards. The last value for a path is
+        Earlier rows are written first. The caller must not change `value` afterwards. Only the last value for a path is
         written.
         """
         with self._lock:
@@ -203,7 +203,7 @@ class Recorder:
     def close(self, timeout: float = 30.0) -> bool:
         """Writes pending rows, turns tails into blocks, and ends the thread. Returns whether every row is on disk.
 
-        Waits at most `timeout` seconds; after that, a hanging disk blocks only the daemon thread. May be called again.
+        Waits at most `timeout` seconds. After that, a hanging disk blocks only the daemon thread. May be called again.
         """
         with self._lock:
             self._closing = True
@@ -221,7 +221,7 @@ class Recorder:
     # The methods below run in the recorder's thread.
 
     def _run(self) -> None:
-        retry_seconds = 0.0  # The first cycle starts at once: it creates the folder and the heartbeat.
+        retry_seconds = 0.0  # The first cycle starts at once, to create the folder and the heartbeat.
         while True:
             self._wake.wait(retry_seconds)
             self._wake.clear()
@@ -239,7 +239,7 @@ class Recorder:
                 return
 
     def _cycle(self, cut: dict[str, int]) -> bool:
-        """Flushes the rows before `cut` and ends files. Returns False if the disk failed; the rows then wait."""
+        """Flushes the rows before `cut` and ends files. Returns False if the disk failed, and keeps the rows."""
         try:
             self._writer_lock.acquire()
             if time.monotonic() >= self._heartbeat_due:
@@ -274,11 +274,11 @@ class Recorder:
             try:
                 if unwritten := list(new.values()) if TABLES[name].once else rows:
                     self._writer(name).append(unwritten)
-                self._keys_written.update(new)  # only now: a row that is dropped may come again
+                self._keys_written.update(new)  # only now, because a dropped row may be written again
             except OSError:
                 raise
             except Exception:
-                # These rows or a bug are the cause, not the disk. Keeping them would block the record forever.
+                # The cause is these rows or a bug, not the disk. Keeping the rows would block the record forever.
                 logger.exception("record: %d rows of table %s could not be written and are dropped", len(rows), name)
                 with self._lock:
                     self._pending.drop(name, rows)
@@ -298,7 +298,7 @@ class Recorder:
                 else:
                     writer.end_tail(self.sizes.tail_seconds)
             except Exception as error:
-                # For example too little space. The rows are in tails already; this is tried again.
+                # For example, space is low. The rows are already in tails, and the next cycle tries again.
                 self._log_once(f"block {name}", "record: a file of table %s cannot be ended: %s", name, error)
 
     def _is_block_due(self, name: str, writer: TableWriter, enough_rollouts: bool) -> bool:
@@ -311,8 +311,8 @@ class Recorder:
         return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
 
     def _finish(self, cut: dict[str, int]) -> None:
-        """Does the last writes. Retries while time is left, then turns tails into blocks."""
-        # A removed directory does not come back: no retry.
+        """Writes for the last time, with retries while time is left, then turns tails into blocks."""
+        # No retry for a removed directory: it does not come back.
         while (
             self._error is not None
             and not self._writer_lock.is_removed
@@ -329,7 +329,7 @@ class Recorder:
             )
             ended = self._small_files.get(self.files.run_json)
             if ended is not None and self._writer_lock.is_held:
-                try:  # the old run.json, so that the run is not listed as dead
+                try:  # over the old run.json, so that the run is not listed as dead
                     overwrite_json(self.files.run_json, ended)
                 except OSError as error:
                     logger.error("The end of the run cannot be written to %s: %s", self.files.run_json, error)
@@ -396,7 +396,7 @@ class Recorder:
     def _report_drops(self) -> None:
         dropped = self.health().dropped
         total = sum(dropped.values())
-        # Not at every flush: when the number has doubled, and at the end.
+        # Reports when the number has doubled and at the end, not at every flush.
         if total >= 2 * self._reported_drops + 1 or (self._closing and total > self._reported_drops):
             self._reported_drops = total
             counts = ", ".join(f"{count} of {name}" for name, count in sorted(dropped.items()))

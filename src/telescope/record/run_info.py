@@ -1,10 +1,10 @@
-"""Identity and status of a run: `run.json`, table `runs`, table `attempts`.
+"""Records identity and status of a run in `run.json` and the tables `runs` and `attempts`.
 
-Owns what an attempt records about its start, its end, its code, its package versions and its machine. Does not own the
-progress (table `steps`), the result (`summary.json`) or the life of the recorder.
+Owns the rows about an attempt's start, end, code, package versions and machine. Does not own the progress (table
+`steps`), the result (`summary.json`) or the life of the recorder.
 
 Invariant: `run.json` is replaced as a whole at the start and the end of every attempt, and once between, when the
-accuracy before training is known. On a disk that is full at the end, it is overwritten in place. A status of `running`
+accuracy before training is known. If the disk is full at the end, it is overwritten in place. A status of `running`
 without a process therefore means that the attempt was killed.
 """
 
@@ -54,7 +54,7 @@ class RunInfo:
     num_steps: int | None = None
     """Configured number of training steps."""
     heldout_before: float | None = None
-    """Held-out accuracy before training, once it is known. `summary.json` has it too at the end."""
+    """Held-out accuracy before training, once it is known. At the end, `summary.json` has it too."""
 
 
 def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
@@ -63,7 +63,7 @@ def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
 
 
 def read_run_json(run_dir: Path | str) -> RunInfo | None:
-    """Reads `run.json`. Returns None if it cannot be read or has other types. Ignores keys of newer versions."""
+    """Reads `run.json`. Returns None if it cannot be read or has unexpected types. Ignores keys of newer versions."""
     try:
         return msgspec.convert(read_json(RunFiles(run_dir).run_json), RunInfo)
     except (OSError, ValueError, msgspec.ValidationError):
@@ -77,7 +77,7 @@ def next_attempt(run_dir: Path | str) -> int:
 
 
 def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
-    """Returns the current status of a run. `live`, `dead`, how it ended, or `unknown` without a readable `run.json`."""
+    """Returns the current status of a run: `live`, `dead`, how it ended, or `unknown` without a readable `run.json`."""
     if info is None:
         return "unknown"
     if info.status != "running":
@@ -119,8 +119,8 @@ def begin_run(
     """Writes `run.json` and the rows of `runs` and `attempts` at the start.
 
     `attempt` is the `attempt_row`. `first_step` is the first step that the attempt trains; rows of earlier attempts
-    from there on are superseded. `started_at` is now unless it is given. The run id and the start time are those of the
-    first attempt. Raises `OSError` if `run.json` cannot be written, so that an unwritable run directory stops the run
+    from that step on are superseded. `started_at` defaults to now. All attempts share the run id and the start time of
+    the first. Raises `OSError` if `run.json` cannot be written, so that an unwritable run directory stops the run
     before it starts.
     """
     now = time.time() if started_at is None else started_at
@@ -146,7 +146,7 @@ def begin_run(
 
 
 def attempt_row(config_hash: str, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the row of this attempt, without `topology` and `first_step`: a later row of the attempt replaces it."""
+    """Returns the row of this attempt without `topology` and `first_step`, which a later row of the attempt adds."""
     process = ProcessIdentity.current()
     commit, dirty = git_state(Path.cwd())
     versions = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
@@ -174,8 +174,8 @@ def end_run(
 ) -> RunInfo:
     """Records how the attempt ended: `finished`, `stopped` or `failed`. Call it before `Recorder.close`.
 
-    Keeps the first line of `error`. `ended_at` is now unless it is given. The recorder reports a disk that cannot take
-    `run.json`.
+    Keeps the first line of `error`. `ended_at` defaults to now. The recorder reports it if `run.json` cannot be
+    written.
     """
     error = None if error is None else single_line(error)
     ended = replace(info, status=status, ended_at=time.time() if ended_at is None else ended_at, error=error)

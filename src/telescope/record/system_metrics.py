@@ -1,8 +1,8 @@
-"""Gauges of one machine: processor, memory, network and GPUs.
+"""Samples the processor, memory, network and GPUs of one machine as gauges.
 
 Reads the host through psutil and GPUs through NVML (`nvidia-ml-py`). Owns the names of these gauges. CPU percentages
-are over all cores since the previous reading. Counters start with the machine. All GPUs of the machine are read, under
-the index that `nvidia-smi` shows; reading does not disturb their work.
+are over all cores since the previous reading. Counters start with the machine. All GPUs of the machine are read, with
+the index that `nvidia-smi` shows. Reading does not disturb their work.
 """
 
 import logging
@@ -24,7 +24,7 @@ from telescope.record.gauges import Reading, ReadingBatch, Sampler
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Holds Ray's object store and the memory that torch's processes share."""
+"""Contains Ray's object store and the memory that torch's processes share."""
 
 WATTS_PER_MILLIWATT = 1e-3
 MEGABITS_PER_GIGABIT = 1000
@@ -33,8 +33,8 @@ MEGABITS_PER_GIGABIT = 1000
 class MachineSampler:
     """Samples this machine every `interval` seconds until `stop`.
 
-    Host and GPUs have a thread each, so that a hanging NVML call does not stop the host's gauges. Gauges that cannot be
-    read are logged once.
+    Host and GPUs have separate threads, so that a hanging NVML call does not stop the host's gauges. Gauges that cannot
+    be read are logged once.
     """
 
     def __init__(self, interval: float) -> None:
@@ -110,13 +110,13 @@ DISK_FREE, DISK_TOTAL = "disk_free_bytes", "disk_total_bytes"
 
 
 def read_disk(folder: Path) -> list[Reading]:
-    """Reads the disk of a folder. Raises `OSError`."""
+    """Reads the disk that contains a folder. Raises `OSError`."""
     now, disk = time.time(), shutil.disk_usage(folder)
     return [Reading(now, DISK_TOTAL, float(disk.total)), Reading(now, DISK_FREE, float(disk.free))]
 
 
 class NoGpusError(Exception):
-    """No NVIDIA GPU can be read here. The message gives the reason."""
+    """Raised if no NVIDIA GPU can be read here. The message gives the reason."""
 
 
 GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
@@ -130,7 +130,7 @@ GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
     "gpu_sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "gpu_memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
 }
-"""Gauges of a GPU, and how NVML is asked. Utilizations are shares of recent time with kernels and memory access."""
+"""Gauges of a GPU, and their NVML calls. Utilizations are the shares of time with kernels or memory access."""
 
 
 class GpuReader:
@@ -152,7 +152,7 @@ class GpuReader:
         self._unsupported: set[tuple[int, str]] = set()
 
     def hardware(self) -> dict[str, Any]:
-        """Returns the columns `gpus` and `gpu_driver` of the table `nodes`. A GPU with NVLink has its active links."""
+        """Returns the columns `gpus` and `gpu_driver` of the table `nodes`. Adds the active NVLinks to a GPU's name."""
         nvml, gpus = self._nvml, []
         with suppress(nvml.NVMLError):
             for device in self._devices:

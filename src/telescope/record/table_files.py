@@ -1,14 +1,14 @@
-"""The files of a table: their names, their tails, and which of them have each row once.
+"""Names the files of a table, reads its tails, and selects files that have each row once.
 
     tables/samples/000000000000-000000000640.parquet   block: rows [0, 640), never changed
     tables/samples/000000000640.arrows                 tail: rows from 640 on, an Arrow IPC stream
     tables/samples/000000000704.arrows                 the newest tail, which grows at every flush
 
-Rows are counted from 0 over the whole run. Tails become one block, which has their rows and replaces them.
+Rows are counted from 0 over the whole run. Tails are merged into one block, which replaces them.
 
 Invariants: the rows on disk are `[0, n)`. A file appears complete, by a rename. A tail is removed after its block has
 appeared, and a reader lists tails before blocks: rows that are missing from its tails are in its blocks. There is no
-manifest: names, and the number of rows of the newest tail, show which files to open and which rows are missing.
+manifest: the file names and the number of rows in the newest tail show which files to open and which rows are missing.
 """
 
 import os
@@ -23,7 +23,7 @@ BLOCK_NAME = re.compile(r"^(\d+)-(\d+)\.parquet$")
 TAIL_NAME = re.compile(r"^(\d+)\.arrows$")
 
 AFTER_ALL_ROWS = 2**62
-"""A cursor: nothing is listed, and the number of rows is known."""
+"""A cursor behind all rows, with which only the number of rows is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class TableFile:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
+        """The size on disk, in bytes."""
         return self.path.stat().st_size
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Ordered files that have each row once. It also has missing row ranges, and tails that are no Arrow streams."""
+    """Ordered files that have each row once, ranges of missing rows, and tails that are no Arrow streams."""
 
     files: tuple[TableFile, ...]
     gaps: tuple[tuple[int, int], ...]
@@ -66,14 +66,14 @@ def tail_name(first: int) -> str:
 def list_files(directory: Path, cursor: int = 0) -> Listing:
     """Returns the files with the rows from row `cursor` on.
 
-    Safe while the table is written. Tails before the row are not read, unless the newest is damaged.
+    Can be called while the table is written. Tails before that row are not read, unless the newest tail is damaged.
     """
     tails, damaged = _read_tails(directory, cursor)
     return replace(select([*list_blocks(directory), *tails], cursor), damaged=tuple(damaged))
 
 
 def list_blocks(directory: Path) -> list[TableFile]:
-    """Returns all blocks, including those that others cover."""
+    """Returns all blocks, including blocks whose rows other blocks have too."""
     matches = [match for name in _names(directory) if (match := BLOCK_NAME.match(name))]
     return [TableFile(directory / match[0], int(match[1]), int(match[2])) for match in matches]
 
@@ -85,7 +85,7 @@ def list_tails(directory: Path) -> list[tuple[int, Path]]:
 
 
 def select(files: Iterable[TableFile], cursor: int = 0) -> Listing:
-    """Chooses files that have each row from `cursor` on once, the widest at each row."""
+    """Selects files that have each row from `cursor` on once, preferring the longest file at each row."""
     chosen: list[TableFile] = []
     gaps: list[tuple[int, int]] = []
     end, position = 0, cursor
@@ -101,9 +101,10 @@ def select(files: Iterable[TableFile], cursor: int = 0) -> Listing:
 
 
 def read_tail(path: Path) -> pa.Table | None:
-    """Returns the complete rows of a tail. None: its block has replaced it.
+    """Returns the complete rows of a tail, or None if a block has replaced it.
 
-    A kill can cut off the last rows of a tail. Raises `pa.ArrowInvalid` if the file is no Arrow stream.
+    If the writer was killed, the last rows of a tail may be incomplete. Raises `pa.ArrowInvalid` if the file is no
+    Arrow stream.
     """
     try:
         content = path.read_bytes()
@@ -119,7 +120,7 @@ def read_tail(path: Path) -> pa.Table | None:
             batch.validate(full=True)
             batches.append(batch)
     except (pa.ArrowException, OSError):
-        pass  # The rest was not written completely.
+        pass  # The rest is incomplete.
     return pa.Table.from_batches(batches, stream.schema)
 
 
@@ -135,7 +136,7 @@ def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Pat
             damaged.append(path)
             continue
         if rows is not None:
-            # After a failed write, the next tail begins with rows that may be in this one too.
+            # After a failed write, the next tail begins with rows that may also be in this one.
             rows = rows.slice(0, following - first)
             tails.append(TableFile(path, first, first + rows.num_rows, rows))
             following = first
@@ -143,7 +144,7 @@ def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Pat
 
 
 def _names(directory: Path) -> list[str]:
-    """Returns the names of files. A folder or a dangling link with the name of a file has no rows."""
+    """Returns the names of regular files. Leaves out folders and dangling links."""
     try:
         with os.scandir(directory) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)]

@@ -1,7 +1,7 @@
-"""The folder of one table: appends rows to its tail, and turns tails into blocks.
+"""Appends rows to the tail of one table, and turns its tails into blocks.
 
 Owns the files of one table (`table_files` describes them). Synchronous and single-threaded; called by the recorder's
-thread. Does not buffer or retry: `OSError` is raised to the caller, and the rows are not in the table.
+thread. Does not buffer or retry: the caller gets the `OSError`, and the rows are not in the table.
 
 Invariants: a row is written twice, into a tail without compression and into a block with it. A new file appears
 complete, by a rename. A block is on disk (fsync of file and folder) before its tails are removed; a tail is on disk
@@ -39,11 +39,11 @@ from telescope.utils.text import single_line
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 8 * 2**20
-"""Largest tail, up to one flush more. A reader that follows a run reads the newest tail at every look."""
+"""Largest tail, exceeded by at most one flush. A reader that follows a run reads the newest tail at every poll."""
 
 ROW_GROUP_ROWS = 16_384
 ROW_GROUP_BYTES = 16 * 2**20
-"""Approximate memory of writing a block, and size of its row groups."""
+"""Size of row groups, and approximate memory for writing a block."""
 
 SET_ASIDE_PREFIX = "set-aside-"
 """Name prefix of entries that are not valid files of the table. Readers ignore them."""
@@ -54,14 +54,14 @@ _CATEGORIES = frozenset(
         *("name", "component", "level", "place", "role", "source", "kind", "node"),
     )
 )
-"""Columns with few distinct values, which a dictionary makes small."""
+"""Columns with few distinct values, for which a dictionary saves space."""
 
 _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id", "environment"))
-"""Columns that queries filter by: statistics let a reader skip row groups. Others would only enlarge small files."""
+"""Columns that queries filter by. With statistics, readers skip row groups; others would only enlarge small files."""
 
 
 class TableWriter:
-    """Writer of one table. Takes over the files of earlier writers. Raises `OSError`."""
+    """Writes one table, continuing the files of earlier writers. Raises `OSError`."""
 
     def __init__(self, table: Table, directory: Path) -> None:
         self._table = table
@@ -85,7 +85,7 @@ class TableWriter:
 
     @property
     def num_tail_rows(self) -> int:
-        """Rows that are in no block."""
+        """The number of rows that are in no block."""
         return self.num_rows - self._num_rows_in_blocks
 
     def append(self, rows: Sequence[Row]) -> int:
@@ -103,9 +103,9 @@ class TableWriter:
         if self._tail is not None:
             try:
                 write_at(self._tail, self._tail_bytes, content)
-                os.utime(self._directory)  # which otherwise changes only with the names in it
+                os.utime(self._directory)  # A write alone does not change the folder's modification time.
             except BaseException:
-                # The rows are appended again, to another tail, and hide what this one has of them.
+                # The next tail begins with these rows, so readers ignore the copies that this one may have.
                 self._tail = None
                 raise
         else:
@@ -121,25 +121,25 @@ class TableWriter:
         return len(content)
 
     def end_tail(self, seconds: float) -> None:
-        """Ends the tail if it is large or began `seconds` ago. The next rows begin another one."""
+        """Ends the tail if it is large or began at least `seconds` ago. The next rows begin another tail."""
         tail = self._tail
         if tail is not None and (self._tail_bytes >= TAIL_BYTES or time.monotonic() - self._tail_began >= seconds):
             sync(tail)
             self._tail = None
 
     def close_block(self) -> int:
-        """Turns the tails into a block. Returns its bytes."""
+        """Turns the tails into a block. Returns its size in bytes."""
         listing = list_files(self._directory, self._num_rows_in_blocks)
         tails = [
             replace(file, end=min(file.end, self.num_rows), rows=file.rows.slice(0, self.num_rows - file.first))
             for file in listing.files
             if file.rows is not None
         ]
-        self._tail = None  # also after a failure: a block has whole tails
+        self._tail = None  # also after a failure, because a block contains whole tails
         try:
             num_bytes = sum(write_block(self._table, self._directory, run) for run in split_at_gaps(tails))
         except pa.ArrowException:
-            set_aside_foreign_files(self._table, self._directory)  # for the next try
+            set_aside_foreign_files(self._table, self._directory)  # for the next attempt
             raise
         for first, path in list_tails(self._directory):
             if first >= self._num_rows_in_blocks and path not in listing.damaged:
@@ -149,10 +149,10 @@ class TableWriter:
 
 
 def set_aside_foreign_files(table: Table, directory: Path) -> None:
-    """Renames entries that only look like files of the table.
+    """Renames entries that have the name of a table file but are none.
 
-    These are folders, links, and tails of another table. They would block a file of their name, or the block that the
-    tails become. Raises `OSError`.
+    Such entries are folders, links, and tails of another table. They would block a new tail or block of the same name.
+    Raises `OSError`.
     """
     for name in sorted(os.listdir(directory)):
         path = directory / name
@@ -168,7 +168,7 @@ def set_aside_foreign_files(table: Table, directory: Path) -> None:
 
 
 def why_foreign(table: Table, path: Path) -> str | None:
-    """Returns why an entry is no file of `table`, or None. The entry has the name of one. Blocks are not read."""
+    """Returns why an entry with the name of a table file is none of `table`, or None. Does not read blocks."""
     if not path.is_file():
         return "a folder" if path.is_dir() else "a link to no file"
     if not TAIL_NAME.match(path.name):
@@ -188,7 +188,7 @@ def why_foreign(table: Table, path: Path) -> str | None:
 
 
 def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:
-    """Splits ordered files where rows are missing between them."""
+    """Splits ordered files into lists without missing rows."""
     runs: list[list[TableFile]] = []
     for file in files:
         if runs and runs[-1][-1].end == file.first:
@@ -199,10 +199,10 @@ def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:
 
 
 def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> int:
-    """Writes the rows of neighboring files as one block. Returns its bytes. Raises what pyarrow raises for damage."""
+    """Writes the rows of adjacent files as one block. Returns its size in bytes. Raises pyarrow's errors for damage."""
     path = directory / block_name(files[0].first, files[-1].end)
     temporary = temporary_name(path)
-    # The current columns, then those that a newer version added.
+    # The current columns, then columns that a newer version added.
     fields = {field.name: field for field in table.schema}
     for file in files:
         for field in file.rows.schema if file.rows is not None else pq.read_schema(file.path):
@@ -228,7 +228,7 @@ def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> in
 
 
 def write_at(path: Path, offset: int, content: bytes) -> None:
-    """Writes `content` into an existing file."""
+    """Writes `content` to an existing file at `offset`."""
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)

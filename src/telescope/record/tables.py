@@ -1,6 +1,6 @@
-"""The tables of a run's record, as `tables.toml` defines them: columns, types, and which rows matter most.
+"""Defines the tables of a run's record from `tables.toml`: columns, types, and importance of rows.
 
-Owns which tables there are. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
+Owns the list of tables. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
 """
 
 import tomllib
@@ -64,11 +64,11 @@ class Table:
     keep: Keep
     by_step: bool = False
     of_sample: bool = False
-    """Its rows are hidden together with their sample."""
+    """Whether rows are hidden together with their sample."""
     latest_wins: bool = False
-    """Rows of one key are versions, of which readers show only the newest."""
+    """Whether rows with the same key are versions, of which readers show only the newest."""
     once: bool = False
-    """The recorder writes only the first row of a key."""
+    """Whether the recorder writes only the first row with a key."""
 
     @property
     def schema(self) -> pa.Schema:

@@ -1,4 +1,4 @@
-"""Copies of a run's record for W&B, TensorBoard and trackio, made by one process beside the run.
+"""Copies a run's record to W&B, TensorBoard and trackio in a process beside the run.
 
-`launch` is the driver's side, `process` the other one. Each tracker is a file of its own. See docs/trackers.md.
+`launch` runs in the driver, `process` is the other process. Each tracker has its own module. See docs/trackers.md.
 """

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 TITLES = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "trackio"}
-"""Names in `trackers` of the config, and how messages name them. The name is also that of the package."""
+"""Names of trackers in the config, which are also their packages, and the titles that messages use."""
 
 Histogram = tuple[Sequence[int], Sequence[float]]
-"""Counts of bins, and the edges of the bins, one more."""
+"""Counts of bins, and the edges of the bins (one more)."""
 
 Report = Callable[[str, str], None]
 """Sends a message to the log of the run: level, text."""
@@ -24,7 +24,7 @@ class TrackedRun:
     project: str
     run_id: str
     resume: str
-    """`must` for a run that somebody named, else `allow`."""
+    """`must` if a person named the run, else `allow`."""
     wandb_mode: str
     interval: float
     """Seconds between two reads of the record."""
@@ -49,8 +49,8 @@ class Tracker(Protocol):
     """Receives the numbers of a run. Called from one thread. Any method may block or raise.
 
     `log` adds numbers and distributions of a step. Evals and distributions of a step may come after later steps.
-    `log_gauges` adds numbers of the system at a Unix time, `log_summary` sets final ones. `upload` copies files that
-    have changed, at the end also those that were to wait. `finish` writes or sends what waits.
+    `log_gauges` adds system numbers at a Unix time, and `log_summary` sets final numbers. `upload` copies files that
+    have changed; the last call also copies delayed files. `finish` writes or sends all pending data.
     """
 
     last_step: int

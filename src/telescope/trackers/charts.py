@@ -1,4 +1,4 @@
-"""Turns rows of the record into what trackers draw: numbers of gauges, and histograms of steps."""
+"""Turns rows of the record into numbers for charts and into histograms of steps, for trackers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,23 +7,23 @@ from typing import Any
 from telescope.trackers.base import Histogram
 
 SECTIONS = {"host": "system", "gpu": "system", "trainer": "system", "inference": "vllm", "orchestrator": "orchestrator"}
-"""Section of the charts of each component."""
+"""Section of each component's charts."""
 
 LEFT_OUT = ("_bucket", "gpu_given", "engine_clock_seconds")
-"""Endings of gauges that are no number to look at."""
+"""Suffixes of gauges that are not useful as charts."""
 
 COUNTERS = ("_total", "_sum", "_count", "network_sent_bytes", "network_received_bytes")
-"""Endings of gauges that only grow while their process lives."""
+"""Suffixes of gauges that only grow while their process runs."""
 
 Series = tuple[str, str, tuple[str, ...], Any, Any, Any, Any]
 """Component, name, values of labels, node, GPU, rank, server."""
 
 
 class GaugeCharts:
-    """Turns rows of `gauges` into the numbers of charts. Keeps the last value of each counter between calls.
+    """Turns rows of `gauges` into numbers for charts. Keeps the last value of each counter between calls.
 
-    A run samples hundreds of series per second: too many lines for a chart of a tracker, where the record has each of
-    them. Over the rows of some seconds, and over all machines, GPUs, ranks and servers:
+    A run samples hundreds of series per second, too many for a tracker. The record has each of them; a tracker gets one
+    number over the rows of some seconds and over all machines, GPUs, ranks and servers:
 
         a gauge        mean; with several series also name/min and name/max of their means
         a counter      growth per second, summed: `..._total` becomes `..._per_second`
@@ -34,7 +34,7 @@ class GaugeCharts:
         self._last: dict[Series, tuple[float, float]] = {}
 
     def values(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Returns the numbers of new rows, by the name of their chart."""
+        """Returns the numbers of new rows by the names of their charts."""
         readings: dict[Series, list[tuple[float, float]]] = defaultdict(list)
         for row in rows:
             if row["value"] is not None and not row["name"].endswith(LEFT_OUT):
@@ -52,7 +52,7 @@ class GaugeCharts:
                 continue
             before, earlier = self._last.get(series, found[0])
             now, value = self._last[series] = found[-1]
-            grown = value - earlier if value >= earlier else value  # it starts from 0 with its process
+            grown = value - earlier if value >= earlier else value  # a counter starts from 0 with its process
             if name.endswith("_sum"):
                 sums[_chart(series, name.removesuffix("_sum"))] += grown
             elif name.endswith("_count"):
@@ -66,17 +66,17 @@ class GaugeCharts:
 
 
 def _chart(series: Series, name: str) -> str:
-    """Returns the name of the chart: section, name without vLLM's prefix, and its labels."""
+    """Returns the name of a chart: section, name without vLLM's prefix, and labels."""
     return "/".join([SECTIONS.get(series[0], series[0]), name.rpartition(":")[2], *series[2]])
 
 
 class StepHistograms:
-    """Turns rows of `step_stats` into the histograms of each step. A step comes once, with all of them.
+    """Turns rows of `step_stats` into the histograms of each step. Each step is yielded once, with all its histograms.
 
         distribution/<number>                  over all samples of the step
-        distribution/<environment>/<number>    over those of an environment, in a run of several
+        distribution/<environment>/<number>    over the samples of an environment, if a run has several
 
-    Keeps the rows of the newest step between calls, because more of them may come.
+    Keeps the rows of the newest step between calls, because more rows may follow.
     """
 
     def __init__(self, last_step: int = -1) -> None:
@@ -86,9 +86,9 @@ class StepHistograms:
     def take(
         self, rows: Iterable[Mapping[str, Any]], *, last: bool = False
     ) -> Iterator[tuple[int, dict[str, Histogram]]]:
-        """Adds new rows, and yields the steps that are complete, in order. `last`: no more rows come."""
+        """Adds new rows and yields the complete steps in order. With `last`, no more rows follow."""
         for row in rows:
-            # After a restart of the trainer from an earlier step, what was sent stays.
+            # If the trainer restarts from an earlier step, steps that were sent are not sent again.
             if row["step"] > self._last_step and row["histogram"]:
                 self._rows[row["step"]].append(row)
         for step in sorted(self._rows)[: None if last else -1]:

@@ -5,7 +5,7 @@
 The first line of the process's stdin describes the run. Stdin closes when the record is complete, and with the driver.
 
 Invariants: the run never waits for a tracker, except in `close`, which ends the process within its timeout. Every
-failure is reported once, and the run goes on.
+failure is reported once, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ CLOSE_SECONDS = 60.0
 
 
 class TrackerProcess:
-    """The process beside a run whose record in `run_dir` has begun. None is started without trackers in the config.
+    """Runs the trackers' process for a run whose record in `run_dir` has begun. Does nothing without trackers.
 
-    `evals` has entity, project, run_id, record and evals of a `TrackedRun`: these evals alone go to that run of W&B,
-    which must exist.
+    `evals` has entity, project, run_id, record and evals of a `TrackedRun`: only these evals are copied, to that W&B
+    run, which must exist.
     """
 
     def __init__(self, config: TelescopeConfig, run_dir: Path, evals: Mapping[str, Any] | None = None) -> None:
@@ -58,7 +58,7 @@ class TrackerProcess:
         self.mode = "disabled"
         """How W&B is used: `online`, `offline` or `disabled`."""
         self.names = ["wandb"] if evals else list(config.tracker_names)
-        """Trackers that are used."""
+        """Names of the trackers in use."""
         if "wandb" in self.names and not self._choose_mode():
             self.names.remove("wandb")
         self._titles = ", ".join(TITLES[name] for name in self.names)
@@ -90,7 +90,7 @@ class TrackerProcess:
         self._thread.start()
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Lets trackers finish for at most `timeout` seconds, then ends them. May be called again."""
+        """Lets trackers finish for at most `timeout` seconds, then terminates them. May be called again."""
         if self._process is None or self._process.stdin is None or self._is_killed:
             return
         if self._is_described.wait(timeout):
@@ -129,7 +129,7 @@ class TrackerProcess:
         self._files.logs.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # Out of reach of Ctrl-C and of a scheduler's SIGTERM: they are for the run, which then closes this process.
+        # Ctrl-C and a scheduler's SIGTERM must only reach the run, which then closes this process.
         with self._files.log("trackers").open("ab") as log, sigterm_blocked():
             return subprocess.Popen(
                 [sys.executable, "-m", "telescope.trackers.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -137,7 +137,7 @@ class TrackerProcess:
             )  # fmt: skip
 
     def _follow(self, process: subprocess.Popen[bytes], first: bytes) -> None:
-        """Passes on the messages of the process, level and text per line, until it exits. Runs in its own thread."""
+        """Forwards the process's messages, level and text per line, until it exits. Runs in its own thread."""
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has exited, which is reported below
             process.stdin.write(first)

@@ -1,9 +1,9 @@
 """Copies the record of a run to its trackers, in a process of its own with one thread per tracker.
 
-`launch` starts it. It ends when stdin closes, which it does when the record is complete or the driver has exited.
+`launch` starts it. It ends when stdin closes, because the record is complete or the driver has exited.
 
-Invariants: what trackers print goes to stderr, which is a log file. Stdout has only messages for the user. A tracker
-that blocks or fails costs its own numbers only. Nothing waits in memory: a slow tracker reads the record later.
+Invariants: output of trackers goes to stderr, which is a log file. Stdout has only messages for the user. A tracker
+that blocks or fails loses only its own numbers. Nothing is queued in memory: a slow tracker reads the record later.
 """
 
 import importlib
@@ -38,7 +38,7 @@ EVAL_NUMBERS = ("accuracy", "accuracy_low", "accuracy_high", "gain", "gain_low",
 def main() -> int:
     """Copies until stdin closes. Returns the exit status."""
     out = os.dup(1)
-    os.dup2(2, 1)  # prints, and those of child processes, go to stderr
+    os.dup2(2, 1)  # output of this process and its child processes goes to stderr
     if not (first := sys.stdin.buffer.readline()):
         return 0
     run = TrackedRun(**json.loads(first))
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) -> None:
-    """Copies the record to one tracker until the end. The first failure is reported, and the run goes on."""
+    """Copies the record to one tracker until the end. Reports the first failure and continues."""
     has_failed = False
 
     def attempt(call: Callable[[], Any]) -> Any:
@@ -91,7 +91,7 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
         try:
             for method, *values in follower.take(last=last):
                 attempt(partial(getattr(tracker, method), *values))
-        except Exception as error:  # a damaged file or a slow disk: the record is read again later
+        except Exception as error:  # a damaged file or a slow disk; the record is read again later
             traceback.print_exc(file=sys.stderr)
             if last:
                 problem = f"{TITLES[name]} lacks the newest numbers, because the record cannot be read: {error!r}"
@@ -101,7 +101,7 @@ def _copy(name: str, run: TrackedRun, report: Report, ended: threading.Event) ->
 
 
 class RecordFollower:
-    """Reads a record for one tracker, which has the steps up to `last_step` already."""
+    """Reads a record for one tracker, which already has the steps up to `last_step`."""
 
     def __init__(self, run: TrackedRun, last_step: int) -> None:
         self._run = run
@@ -113,12 +113,12 @@ class RecordFollower:
         self._cursors: dict[str, int] = {}
 
     def take(self, *, last: bool) -> Iterator[tuple[Any, ...]]:
-        """Yields calls of a tracker: method and arguments. `last`: the record is complete."""
+        """Yields calls of a tracker as method and arguments. With `last`, the record is complete."""
         if self._run.record:
             yield from self._evals()
             return
         cut = self._record.cutoffs()
-        # The step from which this attempt replaces rows of earlier ones is known only after it has started.
+        # The first step whose rows this attempt replaces is known only after the attempt has started.
         if self._run.attempt == 1 or self._run.attempt - 1 in cut:
             for row in self._step_rows("steps", cut):
                 if row["step"] > self._last_step:  # the trainer may restart from an earlier step
@@ -156,7 +156,7 @@ class RecordFollower:
         return rows.filter(pc.invert(superseded(rows, cut))).to_pylist()
 
     def _of_attempt(self, table: str) -> pa.Table:
-        """Returns new rows from this attempt on. Rows of earlier attempts were sent by them."""
+        """Returns new rows of this and later attempts, because earlier attempts have sent theirs."""
         if table not in self._cursors:
             attempts = self._record.rows_since(table, 0, ["attempt"])[0]["attempt"]
             self._cursors[table] = pc.sum(pc.less(attempts, self._run.attempt)).as_py() or 0

@@ -1,7 +1,7 @@
-"""TensorBoard: event files in `RUN_DIR/tensorboard`. `tensorboard --logdir runs` shows them.
+"""Writes event files for TensorBoard to `RUN_DIR/tensorboard`. `tensorboard --logdir runs` shows them.
 
-The axis of step metrics is the step; that of gauges is seconds since the run started. Needs `pip install tensorboard`,
-but not torch or TensorFlow.
+Step metrics have the step as their axis, gauges the seconds since the run started. Needs `pip install tensorboard`, but
+not torch or TensorFlow.
 """
 
 import json
@@ -15,7 +15,7 @@ FOLDER = "tensorboard"
 
 
 class TensorboardTracker:
-    """Writes a new event file. Those of earlier attempts are beside it, and TensorBoard shows them as one run."""
+    """Writes a new event file beside the files of earlier attempts, which TensorBoard shows as one run."""
 
     def __init__(self, run: TrackedRun, report: Report) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb

@@ -1,6 +1,6 @@
-"""trackio: a local database that `trackio show` opens, or what trackio's own settings name.
+"""Writes to trackio's local database, which `trackio show` opens, or to the place that trackio's own settings name.
 
-Gauges are trackio's system metrics, at the time of the call. Needs `pip install trackio`.
+Gauges become trackio's system metrics, at the time of the call. Needs `pip install trackio`.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class TrackioTracker:
         self._run.log({f"summary/{name}": value for name, value in values.items()})
 
     def upload(self, last: bool) -> None:
-        """Copies nothing: trackio's database has no place for a record."""
+        """Copies nothing, because trackio's database cannot hold a record."""
 
     def finish(self) -> None:
         self._run.finish()

@@ -1,8 +1,8 @@
-"""Weights & Biases: charts online or offline, and with `wandb_files` the code and the files of the record.
+"""Sends charts to Weights & Biases, online or offline, and with `wandb_files` also the code and the record's files.
 
 Step metrics have the step as their axis, gauges the minutes since the run started.
 
-Invariants: attempts of a run are one run of W&B, whose id is that in `run.json`. Without a server the run is recorded
+Invariants: all attempts of a run are one W&B run, with the id in `run.json`. Without a server the run is recorded
 offline.
 """
 
@@ -25,7 +25,7 @@ VERSION_KEY = "telescope_version"
 """Key of the W&B config that marks the runs of Telescope."""
 
 DEFAULT_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-"""Hosts of W&B's own server; which one a client names depends on its version."""
+"""Hosts of W&B's own server. The client's version decides which one it uses."""
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
@@ -42,7 +42,7 @@ def has_credentials(environment: Mapping[str, str]) -> bool:
 
 
 def server_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the hosts of the server, as netrc may name them: of `WANDB_BASE_URL`, `wandb login --host`, or W&B's."""
+    """Returns the hosts of the server that netrc may name: of `WANDB_BASE_URL`, `wandb login --host`, or W&B's own."""
     settings = configparser.ConfigParser()
     home = Path(environment.get("HOME", "~")).expanduser()
     folder = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
@@ -54,7 +54,7 @@ def server_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def wandb_mode(environment: Mapping[str, str]) -> str:
-    """Returns `online`, `offline` or `disabled`: `WANDB_MODE`, else online if there are credentials."""
+    """Returns `online`, `offline` or `disabled`, from `WANDB_MODE` or else from whether there are credentials."""
     asked = environment.get("WANDB_MODE", "").strip().lower()
     if asked in ("online", "offline", "disabled"):
         return asked
@@ -82,7 +82,7 @@ class WandbTracker:
         self._run = opened
         self._files = RecordUpload(opened, run.directory, run.uploads, run.interval)
         self.upload = self._files.upload
-        last = run.last_step if opened.offline else -1  # the earlier attempts are in files beside this one's
+        last = run.last_step if opened.offline else -1  # the files of earlier attempts are beside this one's
         if opened.resumed:
             last = opened.summary.get("step")
             last = last.get("max") if hasattr(last, "get") else last

@@ -1,11 +1,11 @@
 """Uploads the files of a record to a W&B run, and its code as an artifact.
 
-The files lie below `telescope/` among the files of the W&B run, in the layout of a run directory; `files.json` there
-names the current ones. Each is linked or copied into the folder of the W&B run, from where the client uploads it at
-once, or `wandb sync` later.
+Among the files of the W&B run, they are below `telescope/` in the layout of a run directory; `files.json` there names
+the current files. Each file is linked or copied into the folder of the W&B run. From there the client uploads it at
+once, or `wandb sync` does later.
 
-Invariants: a file that has not changed is uploaded once, also over several attempts. What the record has replaced (the
-tails of a table, by a block) is removed, on the server some minutes later, when no reader needs it anymore.
+Invariants: an unchanged file is uploaded once, also over several attempts. Files that the record has replaced (tails
+that became a block) are removed, on the server some minutes later, when no reader needs them anymore.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FOLDER = "telescope"
 """Folder of the record among the files of a W&B run. W&B itself writes a `config.yaml` beside it."""
 
 MANIFEST = f"{FOLDER}/files.json"
-"""Names and sizes of the record's current files: a W&B run keeps files that the record has replaced."""
+"""Names and sizes of the record's current files. A W&B run also keeps files that the record has replaced."""
 
 PATTERNS = {
     "code": ("code/*",),
@@ -37,29 +37,29 @@ PATTERNS = {
     "logs_detailed": ("logs/driver.log", "logs/rollout-*.log"),
     "logs_stdout": ("logs/trainer-*.log", "logs/inference-*.log"),
 }
-"""Files of each kind that a config can leave out. Other log files are never copied; everything else is `record`."""
+"""Files of each kind that a config can leave out. Other log files are never copied; all other files are `record`."""
 
 BYTES_PER_SECOND = 2**18
-"""Rate at which a growing file is sent again: one of 10 MB every 40 seconds."""
+"""Rate at which a growing file is sent again: a file of 10 MB every 40 seconds."""
 
 NEVER_CHANGED = (".parquet", ".tar.gz")
-"""Endings of files that are never written again under their name."""
+"""Suffixes of files that are never written again under the same name."""
 
 API_SECONDS = 30
-"""Deadline of a question to the server."""
+"""Deadline of a request to the server, in seconds."""
 
 REPLACED_SECONDS = 600.0
-"""How long a replaced file stays on the server: longer than its upload, and than a copy that is being made of it."""
+"""How long a replaced file stays on the server: longer than its upload, or a copy of it, takes."""
 
 NUM_DELETIONS = 8
-"""Requests at once; W&B deletes one file per request."""
+"""Number of concurrent requests. W&B deletes one file per request."""
 
 NAMES_PER_QUESTION = 100
-"""Files that are asked for by name at once."""
+"""Number of files per request by name."""
 
 
 def kind_of(name: str) -> str | None:
-    """Returns the kind of upload that a file belongs to, or None if it is never copied."""
+    """Returns the upload kind of a file, or None if it is never copied."""
     if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in SECRETS):
         return None
     found = next((kind for kind, names in PATTERNS.items() if any(fnmatch(name, each) for each in names)), None)
@@ -67,7 +67,7 @@ def kind_of(name: str) -> str | None:
 
 
 class ChangedFiles:
-    """Chooses which files of a run are copied: new ones at once, growing ones at `BYTES_PER_SECOND` at most."""
+    """Selects the files to copy: new files at once, growing files at `BYTES_PER_SECOND` at most."""
 
     def __init__(self, run_dir: str | Path, kinds: Collection[str], interval: float) -> None:
         self._run_dir = run_dir
@@ -76,7 +76,7 @@ class ChangedFiles:
         self._sent: dict[str, tuple[FileState, float]] = {}
 
     def due(self, now: float, *, last: bool = False) -> tuple[list[str], dict[str, int]]:
-        """Returns changed files in order (`last`: also before their time), and the sizes of all wanted files."""
+        """Returns the changed files to copy in order (all with `last`), and the sizes of all wanted files."""
         found = {name: state for name, state in record_files(self._run_dir).items() if kind_of(name) in self._kinds}
         names = []
         for name, state in sorted(found.items()):
@@ -91,7 +91,7 @@ class ChangedFiles:
 class RecordUpload:
     """Copies the record in `run_dir` to `run`, a run of W&B's client.
 
-    Files of other kinds than `kinds`, which an earlier attempt has uploaded, stay.
+    Keeps files that an earlier attempt has uploaded, also if their kind is not in `kinds`.
     """
 
     def __init__(self, run: Any, run_dir: str, kinds: Collection[str], interval: float) -> None:
@@ -106,7 +106,7 @@ class RecordUpload:
         """Uploaded files that the record no longer has, and when that was noticed (`time.monotonic()`)."""
 
     def upload(self, last: bool) -> None:
-        """Uploads changed files of the record, and the list of all."""
+        """Uploads changed files of the record, and the list of all files."""
         now = time.monotonic()
         names, sizes = self._changed.due(now, last=last)
         if not names:
@@ -118,7 +118,7 @@ class RecordUpload:
             if name.endswith(NEVER_CHANGED) and there.get(name) == sizes[name]:
                 continue
             target = self._folder / FOLDER / name
-            with contextlib.suppress(FileNotFoundError):  # replaced by the recorder; its successor comes next
+            with contextlib.suppress(FileNotFoundError):  # replaced by the recorder; the new file comes next
                 place(self._run_dir / name, target)
                 saved[name] = target
                 there[name] = sizes[name]
@@ -133,7 +133,7 @@ class RecordUpload:
         self._remove([name for name, since in self._replaced.items() if now - since >= stays])
 
     def finish(self) -> None:
-        """Removes what is replaced. Call it when all uploads are done."""
+        """Removes replaced files. Call it when all uploads are done."""
         self._remove(list(self._replaced))
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -148,11 +148,11 @@ class RecordUpload:
                 with ThreadPoolExecutor(NUM_DELETIONS) as pool:
                     files = list(self._on_server().files(names=some, per_page=NAMES_PER_QUESTION))
                     list(pool.map(lambda file: file.delete(), files))
-        except Exception:  # stale files only cost space
+        except Exception:  # stale files only need space
             traceback.print_exc(file=sys.stderr)
 
     def _uploaded(self) -> dict[str, int]:
-        """Returns the sizes of files that earlier attempts have uploaded. Empty without any, or offline."""
+        """Returns the sizes of files that earlier attempts have uploaded. Empty if there are none, or offline."""
         files = self._on_server().files(per_page=1000) if self._run.resumed else ()
         found = {file.name: file.size for file in files if file.name.startswith(f"{FOLDER}/") and file.name != MANIFEST}
         return {name.removeprefix(f"{FOLDER}/"): size for name, size in found.items()}
@@ -163,7 +163,7 @@ class RecordUpload:
         return wandb.Api(timeout=API_SECONDS).run(self._run.path)
 
     def _log_code(self, archive: Path) -> None:
-        """Logs a code snapshot as W&B's artifact of sources. The page Code of W&B shows it."""
+        """Logs a code snapshot as W&B's artifact of sources, which W&B shows on its page Code."""
         with tempfile.TemporaryDirectory(prefix="telescope-code-") as folder:
             with tarfile.open(archive) as opened:
                 opened.extractall(folder, filter="data")
@@ -171,7 +171,7 @@ class RecordUpload:
 
 
 def place(source: Path, target: Path) -> None:
-    """Links or copies a file to another name. Raises `FileNotFoundError`."""
+    """Links or copies a file to another path. Raises `FileNotFoundError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}")
     temporary.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Packing, micro-batches, loss, optimizer, schedule and the trainer's ranks. Importing it imports no torch."""
+"""Trains the policy: packing, micro-batches, loss, optimizer, schedule and ranks. Importing it imports no torch."""

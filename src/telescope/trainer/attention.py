@@ -1,16 +1,16 @@
-"""Attention over a packed row: each sample attends only to itself.
+"""Computes attention over a packed row, in which each sample attends only to itself.
 
 Owns the attention function of transformers' models (registered as `ATTENTION_NAME`) and the host-side plan of a row
 (`PackedLayout`). Does not own packing.
 
 Invariants: a token attends to earlier tokens of its own segment only, in every kernel. No mask of T x T exists. Padding
-rows produce unused numbers and receive gradients of exactly zero. An argument that is not known here is an error, never
-ignored.
+rows produce unused numbers and receive gradients of exactly zero. An unknown argument is an error and never ignored.
 
-Kernels: by offsets on a GPU in half precision, `flash_attn_4` (Hopper and newer) or `flash_attn` (FlashAttention 2) if
-the package is installed, else `varlen`, torch's own FlashAttention 2. Everywhere else `padded`: segments of similar
-length share one causal scaled-dot-product call, where padding on the right needs no mask, because causal queries never
-reach it. `padded` alone has soft-capped scores and attention sinks, for which it writes the scores to memory.
+Kernels: on a GPU in half precision, kernels with offsets: `flash_attn_4` (Hopper and newer) or `flash_attn`
+(FlashAttention 2) if the package is installed, else `varlen`, torch's own FlashAttention 2. Everywhere else `padded`:
+segments of similar length share one causal scaled-dot-product call, where padding on the right needs no mask, because
+causal queries never reach it. Only `padded` supports soft-capped scores and attention sinks, for which it writes the
+scores to memory.
 """
 
 import importlib.util
@@ -33,23 +33,23 @@ ATTENTION_NAME = "telescope_packed"
 Kernel = Literal["flash_attn_4", "flash_attn", "varlen", "padded"]
 
 BUCKET_FILL = 0.75
-"""A segment joins the padded call of a longer one if it fills at least this share: at most 1.8 x the work."""
+"""A segment joins the padded call of a longer one if it fills at least this share of it: at most 1.8 x the work."""
 MAX_HEAD_DIM = 256
 """The largest head size of FlashAttention; sizes are multiples of 8."""
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's own kernel supports fewer key than query heads."""
 SHORT_SEGMENT = 64
-"""Segments up to this length share one call: the call costs more than the padding."""
+"""Segments up to this length share one call, because a call costs more than the padding."""
 KNOWN_ARGUMENTS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"})
-"""Arguments of transformers' attention that are without effect here: every token knows its segment and is causal."""
+"""Arguments of transformers' attention that have no effect here: every token knows its segment and is causal."""
 
 
 @dataclass(slots=True)
 class Bucket:
     """S segments of similar length, at most L tokens, in one call.
 
-    `gather_SL` are row positions (flattened [S * L]; padding repeats position 0), `real_P` the indices in it that are
-    not padding.
+    `gather_SL` are row positions (flattened [S * L]; padding repeats position 0). `real_P` are the indices in it that
+    are not padding.
     """
 
     num_segments: int
@@ -60,7 +60,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class PackedLayout:
-    """The segments of a whole row, on the device, in the kernel's form."""
+    """The segments of a whole row on the device, in the form that the kernel needs."""
 
     kernel: Kernel
     cu_seqlens: torch.Tensor
@@ -69,13 +69,13 @@ class PackedLayout:
     order_T: torch.Tensor | None = None
     """For each row position, its index in the concatenated real outputs of all buckets (`padded` only)."""
     context: ContextGroup | None = None
-    """The ranks that share the row. None: this rank has all of it."""
+    """The ranks that share the row, or None if this rank has all of it."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, plain: bool = True) -> Kernel:
     """Returns the fastest available kernel for this device, dtype and head size.
 
-    `plain`: scores have no soft-cap and no sinks.
+    `plain` means that scores have no soft-cap and no sinks.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not plain:
         return "padded"
@@ -91,7 +91,7 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, pl
 def make_layout(
     cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel, context: ContextGroup | None = None
 ) -> PackedLayout:
-    """Plans the attention of one row. `cu_seqlens` are its host-side offsets, int32 [S + 1]."""
+    """Plans the attention of one row. `cu_seqlens` are the host-side offsets of its segments, int32 [S + 1]."""
     lengths = np.diff(cu_seqlens)
     layout = PackedLayout(
         kernel=kernel,
@@ -150,11 +150,11 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' models.
+    """Computes attention for transformers' models.
 
-    query [1, H, T, D]; key [1, K, T, D]; value [1, K, T, E] -> output [1, T, H, E]. With context parallelism T are the
-    tokens of this rank's part of the row. `softcap` c bounds scores to c tanh(score / c); `s_aux` [H] is a score that
-    takes probability and has no value (an attention sink). Raises `UserError` for unknown arguments, and for the last
+    query [1, H, T, D]; key [1, K, T, D]; value [1, K, T, E] -> output [1, T, H, E]. With context parallelism, T counts
+    the tokens of this rank's part of the row. `softcap` c bounds scores to c tanh(score / c); `s_aux` [H] is a score
+    that takes probability and has no value (an attention sink). Raises `UserError` for unknown arguments, and for these
     two with a kernel that lacks them.
     """
     unknown = sorted([name for name, value in others.items() if name not in KNOWN_ARGUMENTS and value is not None])
@@ -179,7 +179,7 @@ def packed_attention(
         out_THE = _padded(q_THD, k_TKD, v_TKE, packed_layout, scale, sliding_window, softcap, s_aux)
     else:
         width, missing = v_TKE.shape[-1], q_THD.shape[-1] - v_TKE.shape[-1]
-        if missing:  # of latent attention; kernels want values as wide as keys
+        if missing:  # in latent attention; kernels need values as wide as keys
             v_TKE = F.pad(v_TKE, (0, missing))
         out_THE = _by_offsets(q_THD, k_TKD, v_TKE, packed_layout, scale, sliding_window)[..., :width]
     if context is not None:
@@ -223,7 +223,7 @@ def _padded(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Returns which keys [L, L] a query attends to: itself and those before it, `window` in all."""
+    """Returns a mask [L, L] in which a query attends to `window` keys: itself and the keys before it."""
     position = torch.arange(length, device=device)
     behind = position[:, None] - position[None, :]
     return (behind >= 0) & (behind < window)
@@ -238,7 +238,7 @@ def _by_scores(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention with what scaled-dot-product calls lack. The softmax is in float32 or wider."""
+    """Computes attention with features that scaled-dot-product calls lack. The softmax is in float32 or wider."""
     scores_SHLL = q @ k.transpose(2, 3) * scale
     if softcap is not None:
         scores_SHLL = torch.tanh(scores_SHLL / softcap) * softcap
@@ -261,7 +261,7 @@ def _by_offsets(
     cu, longest = layout.cu_seqlens, layout.max_seqlen
     if layout.kernel == "flash_attn_4":
         return flash_attention_4.flash_attention_4(q_THD, k_TKD, v_TKD, cu, longest, scale, sliding_window)
-    # Both other kernels count the window as tokens behind the query, the query itself not included.
+    # Both other kernels count the window as tokens before the query, without the query itself.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     if layout.kernel == "flash_attn":
         from flash_attn import flash_attn_varlen_func
@@ -281,5 +281,5 @@ def _by_offsets(
 
 def register_attention() -> None:
     """Registers `ATTENTION_NAME` with transformers in this process. Idempotent."""
-    # Without a registered mask function transformers builds no mask.
+    # Without a registered mask function, transformers builds no mask.
     AttentionInterface.register(ATTENTION_NAME, packed_attention)

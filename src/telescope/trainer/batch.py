@@ -1,4 +1,4 @@
-"""Input and output of a training step, and the ranks' layout.
+"""Defines input and output of a training step, and the ranks' layout.
 
 All records are numpy, so that the driver builds, packs and distributes them without torch. A trajectory is token ids,
 never text. Every token has a flag whether it is trained, the engine's logprob, and the policy version that sampled it.
@@ -36,12 +36,12 @@ class TrainSample:
     reward: float
     advantage: float = 0.0
     routes_LXK: np.ndarray | None = None
-    """The engine's K experts of each token in each of X layers, uint8 or uint16 (`router_replay`). A token whose K
-    experts are not all different has no recorded routes."""
+    """The engine's K experts of each token in each of X layers, uint8 or uint16 (`router_replay`). A token has no
+    recorded routes if its K experts are not all different."""
     payload: Any = None
-    """What belongs to its tokens besides their ids, such as images. Only a model's input looks at it; none does yet."""
+    """Data of the tokens besides their ids, such as images. Only a model's input uses it, and none does yet."""
     chat: str = ""
-    """Name of its conversation in the rollout."""
+    """Name of the sample's conversation in the rollout."""
 
     @property
     def length(self) -> int:
@@ -77,9 +77,9 @@ class MicroBatch:
     sample_ids: list[str] = field(default_factory=list)
     environments: list[str] = field(default_factory=list)
     routes_TXK: np.ndarray | None = None
-    """As in `TrainSample`; None if no sample of the row has routes."""
+    """As in `TrainSample`. None if no sample of the row has routes."""
     payloads: list[Any] = field(default_factory=list)
-    """Of each sample, in the order of `sample_ids`."""
+    """`TrainSample.payload` of each sample, in the order of `sample_ids`."""
 
 
 @dataclass(slots=True)
@@ -88,14 +88,14 @@ class OptimizerStepBatch:
 
     micro_batches: list[MicroBatch]
     num_trained_tokens: int
-    """Trained tokens of all ranks: the denominator of token-mean losses."""
+    """Trained tokens of all ranks, the denominator of token-mean losses."""
     num_samples: int
-    """Samples of all ranks: the denominator of sequence-level losses."""
+    """Samples of all ranks, the denominator of sequence-level losses."""
 
 
 @dataclass(slots=True)
 class StepInput:
-    """One training step of one rank. It has `number_of_minibatches` optimizer steps over the same batch."""
+    """One training step of one rank, with `number_of_minibatches` optimizer steps over the same batch."""
 
     step: int
     """Training steps finished before this one, from 0."""
@@ -103,15 +103,15 @@ class StepInput:
     """Policy version of the weights at the start of this step."""
     minibatches: list[OptimizerStepBatch]
     recorded: frozenset[str] = frozenset()
-    """Ids of the training samples whose tokens `StepResult.tokens` returns."""
+    """Ids of training samples whose tokens are returned in `StepResult.tokens`."""
 
 
 @dataclass(slots=True)
 class SampleTokens:
     """The L tokens of a sample, as engine and trainer computed them.
 
-    The trainer's numbers are those of the forward pass that trained the token, NaN where it is not trained. The others
-    are as in `TrainSample`.
+    The trainer's numbers come from the forward pass that trained the token, and are NaN for untrained tokens. The
+    others are as in `TrainSample`.
     """
 
     sample_id: str
@@ -126,7 +126,7 @@ class SampleTokens:
 def tokens_of_samples(
     batch: MicroBatch, chosen: frozenset[str], trainer_logprob_N: np.ndarray, entropy_N: np.ndarray
 ) -> list[SampleTokens]:
-    """Returns the tokens of the chosen samples of a micro-batch. The last arguments are of its N trained tokens."""
+    """Returns the tokens of the chosen samples of a micro-batch. The arrays cover its N trained tokens."""
     trainer_T, entropy_T = (np.full(len(batch.trained_T), np.nan, dtype=np.float32) for _ in range(2))
     trainer_T[batch.trained_T], entropy_T[batch.trained_T] = trainer_logprob_N, entropy_N
     found = []
@@ -145,32 +145,32 @@ class StepResult:
     metrics: dict[str, float]
     spans: list[Span]
     tokens: list[SampleTokens] = field(default_factory=list)
-    """Of the samples `StepInput.recorded` that this rank trained."""
+    """Tokens of the samples in `StepInput.recorded` that this rank trained."""
 
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Limit for one collective: longer than loading a model from a slow disk."""
+"""Limit for one collective, longer than loading a model from a slow disk."""
 
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """The place of one rank among all ranks. It decides which share of a batch the rank trains.
+    """The place of one rank among all ranks, which determines the share of a batch that the rank trains.
 
     With model parallelism several ranks work on the same rows. Together they are one data-parallel rank.
     """
 
     data_rank: int
-    """The share of a batch that this rank trains. Ranks with the same data rank get the same rows."""
+    """The share of a batch that this rank trains. Ranks with the same value get the same rows."""
     data_size: int
     """Number of shares, equal on all ranks."""
     reports: bool = True
-    """Whether this rank adds its rows to the metrics and returns recorded tokens. Exactly one rank of each data rank
-    does: one that has the logprobs."""
+    """Whether this rank adds its rows to the metrics and returns recorded tokens. For each data rank, this is exactly
+    one rank that has the logprobs."""
     sends_weights: bool = True
     """Whether `named_weights` yields full tensors on this rank. Must be True on rank 0. If False, only names and shapes
-    have to be right."""
+    must be correct."""
     packs: bool = True
-    """Whether the samples of a micro-batch share a row. Otherwise each has its own, padded to the longest."""
+    """Whether the samples of a micro-batch share a row. Otherwise each has its own row, padded to the longest."""
 
     @classmethod
     def of_neighbors(cls, rank: int, world_size: int, model_size: int, *, packs: bool = True) -> Layout:
@@ -179,7 +179,7 @@ class Layout:
 
 
 def check_layouts(layouts: Sequence[Layout]) -> None:
-    """Checks the layouts of all ranks, in the order of the ranks. Raises `ConfigError` for a backend's mistake."""
+    """Checks the layouts of all ranks, in order of the ranks. Raises `ConfigError` for a backend's mistake."""
     size = layouts[0].data_size
     reporting = sorted(layout.data_rank for layout in layouts if layout.reports)
     problem = None

@@ -1,8 +1,8 @@
 """Compiles the decoder's blocks, and recomputes activations in backward passes.
 
 Owns the replacement of each block's `forward`. Does not own the blocks or their sharding: FSDP's hooks stay outside of
-the compiled and recomputed function, so that weights are gathered first. Invariant: a block's result does not change,
-only the time and the kernels of its computation.
+the compiled and recomputed function, so that weights are gathered first. Invariant: only the time and the kernels of a
+block's computation change, not its result.
 
 One compiled function serves all recomputed blocks, another all others, with dynamic sizes: a micro-batch of another
 length does not compile anything.
@@ -30,15 +30,15 @@ ATTENTION_OPERATORS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""The attention operators of all kernels. At 64k tokens attention is most of a block's work and its output a tenth of
-the activations, so the output is kept and the rest recomputed."""
+"""The attention operators of all kernels. At 64k tokens, attention is most of a block's work and its output a tenth of
+the activations, so the output is kept and the rest is recomputed."""
 
 
 def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool) -> None:
     """Makes the first `num_recomputed` blocks keep only their input and attention's output. May compile all blocks.
 
-    The first ones, since backward passes begin at the end: when they are recomputed, the activations of the last ones
-    are already freed.
+    The first blocks are recomputed because backward passes begin at the end: the activations of the last blocks are
+    already freed then.
     """
     keep: Callable[..., Any] = _run
     recompute: Callable[..., Any] = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
@@ -78,14 +78,14 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 def _is_news(record: logging.LogRecord) -> bool:
     """Returns whether a warning of torch is relevant to a user.
 
-    The warning that a partly recomputed block must not write in place is not: no block writes into attention's output.
-    The router of Qwen3-MoE writes into recomputed values; a test compares its gradient.
+    The warning that a partly recomputed block must not write in place is irrelevant: no block writes into attention's
+    output. The router of Qwen3-MoE writes into recomputed values; a test compares its gradient.
     """
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _forward(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Without gradients (the probe of a few tokens) nothing is kept, and another compilation would not pay off.
+    # Without gradients (the probe of a few tokens) nothing is kept, and another compilation does not pay off.
     return run(layer, *args, **kwargs) if torch.is_grad_enabled() else _run(layer, *args, **kwargs)
 
 

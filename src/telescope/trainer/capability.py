@@ -1,9 +1,9 @@
 """Finds out whether a model can be trained, and how, by trying a small copy of it.
 
 The copy has the model's class and config with few layers, a short vocabulary and short windows, and random weights. A
-way to compute several samples at once is right if their logprobs are those that transformers computes for each of them
-alone: a recurrence that would mix packed samples, a change of the logits that is not known here, an attention that
-cannot be replaced and rotary positions that depend on the row show as differences, whatever their cause.
+way to compute several samples at once is correct if their logprobs equal those that transformers computes for each
+sample alone. Differences reveal a recurrence that would mix packed samples, an unknown change of the logits, an
+attention that cannot be replaced, and rotary positions that depend on the row.
 """
 
 import copy
@@ -22,13 +22,13 @@ from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.utils.timeline import Timeline
 
 WAYS = (PACKED, Execution("sdpa", packs=False), Execution("eager", packs=False))
-"""From the fastest to the slowest."""
+"""Ways to compute several samples, from the fastest to the slowest."""
 
 PACKED_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types that are packed correctly (`benchmarks/families.py`), so that a run does not try them."""
+"""Model types known to be packed correctly (`benchmarks/families.py`), so that a run does not try them."""
 
 EXPERT_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "granitemoe")
-"""Mixture-of-experts types whose weight transfer `benchmarks/families.py` proves."""
+"""Mixture-of-experts types whose weight transfer `benchmarks/families.py` verifies."""
 
 MAX_LAYERS = 8
 VOCABULARY = 64
@@ -36,11 +36,11 @@ NUM_EXPERTS = 8
 INNER_SIZE = 64
 WINDOW = 4
 LENGTHS = (9, 5, 7)
-"""Tokens of the samples: more than a window."""
+"""Tokens of the samples, all longer than a window."""
 TOLERANCE = 2e-4
-"""Nats, in float32. Rounding causes 1e-6, a convolution of three tokens over a boundary 1."""
+"""Nats, in float32. Rounding causes 1e-6, a convolution of three tokens over a boundary causes 1."""
 DISTURBANCE = 0.8
-"""Standard deviation of what is added to weights, times the root of the hidden size: logits are of order 1."""
+"""Standard deviation of the noise added to weights, times the root of the hidden size, for logits of order 1."""
 
 DERIVED = (".mamba.A_log", ".mixer.A_log")
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
@@ -50,7 +50,7 @@ INNER_FIELDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_int
 def choose_execution(
     model: str, max_model_len: int, *, trust_remote_code: bool = False, plain_too: bool = False
 ) -> Execution:
-    """Returns the fastest right way to compute several samples of a model at once, on the CPU.
+    """Returns the fastest correct way to compute several samples of a model at once, found on the CPU.
 
     Raises `UserError` for a model that cannot be loaded, built or computed correctly. Plain decoders are known to be
     packed, and are tried only with `plain_too`.
@@ -116,9 +116,9 @@ def refuse_modules(model: str, model_type: str, skeleton: PreTrainedModel) -> No
 
 
 def refuse_known_differences(model: str, config: PretrainedConfig, max_model_len: int) -> None:
-    """Raises `UserError` for tokens at which trainer and engine are known to compute different things.
+    """Raises `UserError` for tokens at which trainer and engine are known to compute different values.
 
-    `config` is that of the text model.
+    `config` is the text model's config.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one for all layers, or by their type
@@ -153,7 +153,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     lists = [list(getattr(text, name, None) or ()) for name in ("layer_types", "mlp_layer_types")]
     needed = max((kinds.index(kind) for kinds in lists for kind in set(kinds)), default=1) + 1
     kept = min(num_layers, max(2, min(needed, MAX_LAYERS)))
-    shared = getattr(text, "num_kv_shared_layers", 0)  # the last ones: they use keys and values of layers of their kind
+    shared = getattr(text, "num_kv_shared_layers", 0)  # the last ones, with keys and values of layers of their kind
     if shared:
         kept = 2 * len(set(lists[0]))
     for name, value in list(vars(text).items()):
@@ -188,7 +188,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _disturb(model: PreTrainedModel) -> None:
-    """Draws norms and biases too, which start as ones and zeros."""
+    """Adds noise to all weights, because norms and biases start as ones and zeros."""
     model.eval()
     alpha = DISTURBANCE / math.sqrt(model.config.get_text_config().hidden_size)
     for parameter in model.parameters():

@@ -1,8 +1,8 @@
-"""Names and layouts of a model's tensors in checkpoints, where those of its modules differ.
+"""Converts a model's tensors to the names and layouts that they have in checkpoints.
 
 transformers keeps the experts of a layer in one tensor and renames parts of some models; released files, and vLLM, have
-a matrix per expert under other names. Owns the conversion, by transformers' own tables, a tensor at a time, also of
-meta tensors. Only tensors of experts are copied.
+one matrix per expert under other names. Owns the conversion with transformers' own tables, one tensor at a time, also
+of meta tensors. Only tensors of experts are copied.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from telescope.errors import UserError
 
 
 class CheckpointNames:
-    """Converts tensors of one model. None: a model of other code, whose checkpoints have its own names.
+    """Converts tensors of one model. None means a model with custom code, whose checkpoints have its own names.
 
-    Raises `UserError` for a model whose tensors cannot be converted by themselves.
+    Raises `UserError` for a model whose tensors cannot be converted one at a time.
     """
 
     def __init__(self, model: PreTrainedModel | None) -> None:
@@ -27,7 +27,7 @@ class CheckpointNames:
             return
         own = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
         self._renamed: dict[str, str] = {}
-        """Names in checkpoints, of tensors that are stored as they are."""
+        """Names in checkpoints of tensors that are stored unchanged."""
         parts: dict[str, tuple[int, ...]] = {}
         for name, tensor in own.items():
             converted = revert_weight_conversion(model, {name: tensor})
@@ -43,7 +43,7 @@ class CheckpointNames:
             )
 
     def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of checkpoints that are in this parameter or persistent buffer."""
+        """Yields the checkpoint tensors that this parameter or persistent buffer contains."""
         if self._model is None:
             yield name, tensor
         elif name in self._renamed:
@@ -53,7 +53,7 @@ class CheckpointNames:
 
 
 def named_tensors(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and persistent buffers. Tied parameters come once, and names lose `prefix`."""
+    """Yields parameters, with tied ones once, and persistent buffers. Removes `prefix` from names."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix(prefix), parameter
     persistent = model.state_dict().keys()

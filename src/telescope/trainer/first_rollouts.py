@@ -1,8 +1,8 @@
-"""Compares engine and trainer in the first training steps, over the tokens that both computed with equal weights.
+"""Compares engine and trainer in the first training steps, for tokens that both computed with equal weights.
 
-The first rollouts are a probe that costs nothing: an engine that computes something else than the trainer (a window of
-another length, other rotary positions, a scale) would train the model to compensate for it, in silence. Differences are
-compared by position in the sample, since many of these errors begin behind a boundary of the model's config.
+The first rollouts are a probe without cost. If the engine computes something else than the trainer (another window,
+other rotary positions, another scale), training would silently make the model compensate for it. Differences are
+compared by position in the sample, because many such errors begin at a boundary in the model's config.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from telescope.weights.probe import loosest_tolerance
 
 FIRST_EDGE = 64
 LEAST_TOKENS = 32
-"""Fewer tokens between two edges say little."""
+"""Least tokens between two edges for a comparison."""
 GROWTH, GROWTH_FLOOR, GROWTH_TOKENS = 5.0, 0.4, 256
-"""A difference is too large if it is `GROWTH` times that of earlier positions and `GROWTH_FLOOR` of the tolerance, with
-both as means over `GROWTH_TOKENS` tokens."""
+"""A difference is too large if it exceeds `GROWTH` times that of earlier positions and `GROWTH_FLOOR` of the tolerance,
+with both as means over at least `GROWTH_TOKENS` tokens."""
 BOUNDARIES = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 
 
@@ -35,30 +35,30 @@ class FirstRollouts:
         powers = {FIRST_EDGE << k for k in range(32) if FIRST_EDGE << k < config.seq_len}
         self._edges = np.array(sorted({0} | powers | {edge for edge in self._boundaries if edge < config.seq_len}))
         self._sums_K2 = torch.zeros(len(self._edges), 2, dtype=torch.float64, device=device)
-        # An engine that cuts off rare tokens gives the others more probability. It has no dropout.
+        # An engine that cuts off rare tokens gives the others more probability, and an engine has no dropout.
         differs = (config.top_p is not None and config.top_p < 1) or (config.lora_rank and config.lora_dropout)
         self._steps_left = 0 if differs else config.compare_first_steps
 
     @property
     def allowed(self) -> float:
-        """Returns the mean difference in nats that rounding explains, at the run's dtypes."""
+        """Returns the mean difference in nats that rounding at the run's dtypes explains."""
         return self._tolerance.mean
 
     @torch.no_grad()
     def add(self, host: HostMicroBatch, logp_N: torch.Tensor, engine_logprob_N: torch.Tensor) -> None:
-        """Adds differences of samples that only the step's weights sampled. They must not have changed since."""
+        """Adds the differences of samples that only the step's weights sampled. Weights must not have changed since."""
         if not self._steps_left or not logp_N.numel():
             return
-        position_N = host.source.position_ids_T[host.predicted_N] - 1  # of the token that predicts
+        position_N = host.source.position_ids_T[host.predicted_N] - 1  # position of the predicting token
         place_N = torch.from_numpy(np.searchsorted(self._edges, position_N, side="right") - 1).to(logp_N.device)
-        # `inflight_kv` keeps keys and values of older weights, which samples that they began are computed from.
+        # `inflight_kv` may keep keys and values of older weights, on which samples that began earlier depend.
         counted_N = torch.from_numpy(host.on_policy_N).to(logp_N.device)
         difference_N = (logp_N.detach() - engine_logprob_N).double().abs()
         values_N2 = torch.stack([counted_N.double(), torch.where(counted_N, difference_N, 0.0)], dim=1)
         self._sums_K2.index_add_(0, place_N, values_N2)
 
     def check(self) -> None:
-        """Raises `RunError` if the sides differ by more than rounding. Collective, in the first steps only."""
+        """Raises `RunError` if the differences exceed rounding. Collective, in the first steps only."""
         if not self._steps_left:
             return
         total_K2 = self._sums_K2.clone()
@@ -82,9 +82,9 @@ class FirstRollouts:
 
 
 def find_difference(edges_K: np.ndarray, sums_K2: np.ndarray, allowed: float) -> tuple[int, float, float] | None:
-    """Returns the first edge behind which differences are too large, their mean there, and the mean before it.
+    """Returns the first edge after which differences are too large, their mean there, and the mean before.
 
-    `sums_K2` are tokens and summed differences from each edge to the next. NaN is too large.
+    `sums_K2` are the tokens and summed differences from each edge to the next. NaN counts as too large.
     """
     tokens = difference = 0.0
     for edge, (count, total) in zip(edges_K.tolist(), sums_K2.tolist(), strict=True):
@@ -99,7 +99,7 @@ def find_difference(edges_K: np.ndarray, sums_K2: np.ndarray, allowed: float) ->
 
 
 def boundaries_of(text_config: Any) -> dict[int, str]:
-    """Returns the positions at which a model begins to compute differently, and the fields that set them."""
+    """Returns the positions from which a model computes differently, and the config fields that set them."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     places = [vars(text_config), rope, *(part for part in rope.values() if isinstance(part, dict))]
     return {

@@ -1,9 +1,8 @@
-"""FlashAttention 4 over packed segments as a torch operator with a gradient.
+"""Wraps FlashAttention 4 over packed segments as a torch operator with a gradient.
 
 Owns the operator `telescope::flash_attention_4`, which `torch.compile` keeps whole and selective checkpointing can
-recognize. The kernels are those of the `flash-attn-4` package (`flash_attn/cute` of
-github.com/Dao-AILab/flash-attention), called through the two functions that torch's
-`activate_flash_attention_impl("FA4")` calls.
+recognize. The kernels come from the `flash-attn-4` package (`flash_attn/cute` in github.com/Dao-AILab/flash-attention),
+called through the two functions that torch's `activate_flash_attention_impl("FA4")` calls.
 
 Invariants: a token attends to earlier tokens of its own segment only; outputs and gradients are contiguous.
 """
@@ -66,8 +65,8 @@ def _segments(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, behind: i
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the package's forward and backward functions.
 
-    The first returns the output [T, H, D] and the log-sum-exp of the scores [H, T], the second the gradients of query,
-    key and value.
+    The first returns the output [T, H, D] and the log-sum-exp of the scores [H, T]. The second returns the gradients of
+    query, key and value.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 

@@ -1,7 +1,7 @@
 """Writes model folders in Hugging Face format: weights, index, other files.
 
-The layout of every file follows from the tensors' shapes, so each tensor is written as it comes and memory holds one of
-them. The trainer gathers them, and `orchestrator.conversion` reads them from a checkpoint.
+The layout of every file follows from the tensors' shapes, so each tensor is written when it arrives, and memory holds
+one tensor. The trainer gathers tensors, and `orchestrator.conversion` reads them from a checkpoint.
 
 Invariant: a model folder is complete or absent. It is written under another name and renamed.
 """
@@ -23,7 +23,7 @@ from telescope.weights.model_folder import ModelOrigin, write_origin
 from telescope.weights.plan import TensorMeta
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size of a weight file on the hub, by convention."""
+"""Conventional size of a weight file on the hub."""
 
 DTYPE_CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -52,9 +52,9 @@ def write_model_folder(
 ) -> None:
     """Writes a model to `folder`, replacing it.
 
-    `tensors` come in the order and with the dtypes of `metas`; `files` are written beside them, and `origin` as
-    `write_origin` does. `on_bytes` is called with the size of each written tensor. Raises `OSError` with the size of
-    the model, before the first byte if the disk has too little space.
+    `tensors` have the order and the dtypes of `metas`. Also writes `files`, and `origin` as `write_origin` does. Calls
+    `on_bytes` with the size of each written tensor. Raises `OSError` with the size of the model, before the first byte
+    if the disk has too little space.
     """
     num_bytes = sum(map(size_of, metas))
     shards, unwritten = plan_shards(metas, max_shard_bytes), iter(tensors)
@@ -79,9 +79,9 @@ def write_model_folder(
 
 @contextmanager
 def new_folder(folder: Path, origin: ModelOrigin | None = None) -> Iterator[Path]:
-    """Yields an empty folder that replaces `folder`, or what it links to, when the block ends without an error.
+    """Yields an empty folder that replaces `folder`, or its link's target, when the block ends without an error.
 
-    First removes what killed processes have left beside it. Raises `OSError`.
+    First removes the remains of killed processes. Raises `OSError`.
     """
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +103,14 @@ def new_folder(folder: Path, origin: ModelOrigin | None = None) -> Iterator[Path
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Locks a folder against other processes. Raises `OSError` if one has locked it."""
+    """Locks a folder against other processes. Raises `OSError` if another one has locked it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
-                raise  # other errors are those of file systems without locks
+                raise  # other errors come from file systems without locks
         yield
     finally:
         os.close(descriptor)
@@ -123,7 +123,7 @@ def size_of(meta: TensorMeta) -> int:
 
 
 def plan_shards(metas: Sequence[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
-    """Splits tensors, in order, into files of `max_bytes`. A larger tensor gets its own."""
+    """Splits tensors, in order, into files of at most `max_bytes`. A larger tensor gets its own file."""
     shards: list[list[TensorMeta]] = [[]]
     used = 0
     for meta in metas:
@@ -145,7 +145,7 @@ def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
 def _write_file(
     path: Path, metas: list[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]], on_bytes: Callable[[int], None]
 ) -> None:
-    """Writes a safetensors file: header length, header in JSON, values, the widest first, which aligns every tensor."""
+    """Writes a safetensors file: header length, header in JSON, values. The widest dtype comes first, for alignment."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for meta in sorted(metas, key=lambda meta: -getattr(torch, meta.dtype).itemsize):

@@ -3,7 +3,7 @@
 Owns the output layer of the policy during training. Invariants: log-softmax is computed in float32 (float64 for float64
 models) for every model dtype. The temperature is applied to the logits, so that a logprob has the engine's definition.
 The logits, or their gradients, of at most `chunk_size` tokens (or as many numbers) exist at a time, and none after the
-call, since backward recomputes them. Every rank may call it without tokens: its gradients are then exactly zero.
+call, since backward recomputes them. A rank may call it without tokens, and its gradients are then exactly zero.
 
 The softmax is accumulated over parts of the vocabulary by the online recurrence of Milakov and Gimelshein
 (arXiv:1805.02867), with a third sum for the entropy. There are two ways to compute the logits:
@@ -15,8 +15,8 @@ The softmax is accumulated over parts of the vocabulary by the online recurrence
 `logprob_kernels` has the kernels. In both ways the gradients of hidden states and weight are products with the gradient
 of a block.
 
-With tensor parallelism each rank has a part of the vocabulary (`VocabularyPart`): the ranks exchange the three sums and
-the target's logit, four numbers a token, and go on alone.
+With tensor parallelism each rank has a part of the vocabulary (`VocabularyPart`). The ranks exchange the three sums and
+the target's logit, four numbers per token, and then continue without communication.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import torch.distributed as dist
 from torch import nn
 
 VOCABULARY_BLOCKS = {"cuda": 8}
-"""Blocks of a long vocabulary by device type; a block has as many times more tokens. The gradient of the weight is then
-a sum of fewer, longer products: at 64k tokens and a vocabulary of 152k, products of 1,024 tokens would read and write
-0.1 TB of sums."""
+"""Blocks of a long vocabulary by device type. A block has proportionally more tokens, so that the gradient of the
+weight is a sum of fewer, longer products: at 64k tokens and a vocabulary of 152k, products of 1,024 tokens would read
+and write 0.1 TB of sums."""
 SUMS_BYTES = 32 * 2**20
-"""Memory for the sums of tiles. More tokens at a time would read the weight less often, but exceed the L2 cache."""
+"""Memory for the sums of tiles. More would exceed the L2 cache, although the weight would be read less often."""
 LOWEST = -1e30
 """Replaces minus infinity in differences."""
 COLUMNS_MULTIPLE = 128
 """The columns of a block, except the last, are a multiple of this, so that its rows are aligned."""
 TILED_CAPABILITIES = frozenset({(9, 0)})
-"""GPUs with tiles of logits: Hopper, whose memory accelerator and registers determine their size."""
+"""GPUs with tiles of logits. Their size is made for Hopper's memory accelerator and registers."""
 DEPTH = 64
 """Elements of a hidden state per step of a tile's product; the hidden size is a multiple."""
 ALIGNMENT_BYTES = 16
@@ -51,7 +51,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Computes left @ right, summed and returned in `dtype`."""
+    """Computes left @ right with sums and result in `dtype`."""
     if left.dtype == dtype:
         return left @ right
     if left.is_cuda:
@@ -60,7 +60,7 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds left @ right to `total`, summed in its dtype."""
+    """Adds left @ right to `total`, with sums in its dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -108,17 +108,17 @@ class _Softmax:
         self.top_C = top_C
 
     def write(self, rows: slice, part: _Softmax) -> None:
-        """Sets the tokens of `rows`."""
+        """Sets the values for the tokens in `rows`."""
         self.top_C[rows], self.total_C[rows] = part.top_C, part.total_C
         self.moment_C[rows], self.target_logit_C[rows] = part.moment_C, part.target_logit_C
 
     def merged_over(self, group: dist.ProcessGroup) -> _Softmax:
-        """Combines the parts of the vocabulary of all ranks. Collective."""
+        """Combines all ranks' parts of the vocabulary. Collective."""
         own_4C = torch.stack([self.top_C, self.total_C, self.moment_C, self.target_logit_C])
         parts = [torch.empty_like(own_4C) for _ in range(group.size())]
         dist.all_gather(parts, own_4C, group=group)
         all_4SC = torch.stack(parts, dim=1)
-        return _Softmax.merged(all_4SC[:3], all_4SC[3].sum(dim=0))  # 0 where a rank does not have the target
+        return _Softmax.merged(all_4SC[:3], all_4SC[3].sum(dim=0))  # 0 if a rank does not have the target
 
     @classmethod
     def merged(cls, sums_3SC: torch.Tensor, target_logit_C: torch.Tensor) -> _Softmax:
@@ -142,7 +142,7 @@ def _has_kernel(logits: torch.Tensor) -> bool:
 
 
 def _inside(target_C: torch.Tensor, block_CB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which targets are in the block, and their columns: [C], [C, 1]."""
+    """Returns which targets are in the block, [C], and their columns, [C, 1]."""
     num_columns = block_CB.shape[1]
     return (target_C >= 0) & (target_C < num_columns), target_C.clamp(0, num_columns - 1)[:, None]
 
@@ -229,7 +229,7 @@ class _LogprobEntropy(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N = ctx.saved_tensors
         dtype, device = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device
         grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=device)
-        # A frozen weight, as with adapters, has no gradient, which takes a third of this pass.
+        # A frozen weight, as with adapters, needs no gradient, which would take a third of this pass.
         grad_weight_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=device)
         # The outer loop is over the vocabulary, so that wide sums are needed for one block of the weight at a time. For
@@ -258,13 +258,13 @@ class _LogprobEntropy(torch.autograd.Function):
                     grad_CB = _block_gradient(logits_CB, target_C, *known, ctx.temperature, hidden_ND.dtype)
                     if slope_CB is not None:
                         grad_CB *= slope_CB
-                    del logits_CB, slope_CB  # or they would be there beside the products with the gradient
+                    del logits_CB, slope_CB  # otherwise they would be in memory beside the products with the gradient
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
                 _add_product(grad_hidden_ND[rows], grad_CB, weight_VD[columns])
                 if sum_BD is not None:
                     _add_product(sum_BD, grad_CB.t(), hidden_CD)
-                del grad_CB  # or it would be there beside the next one
+                del grad_CB  # otherwise it would be in memory beside the next one
             if grad_weight_BD is not None and sum_BD is not None and sum_BD is not grad_weight_BD:
                 grad_weight_BD.copy_(sum_BD)
             del sum_BD
@@ -295,7 +295,7 @@ def _is_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 
 def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
-    """Returns whether the kernels of `logprob_kernels` take these operands."""
+    """Returns whether the kernels of `logprob_kernels` support these operands."""
     if hidden_ND.dtype != weight_VD.dtype or hidden_ND.dtype not in (torch.bfloat16, torch.float16):
         return False
     return hidden_ND.shape[1] % DEPTH == 0 and all(
@@ -304,7 +304,7 @@ def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 
 def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
-    """Returns slices of tokens whose sums fit `SUMS_BYTES`. There are sums for each tile of the vocabulary."""
+    """Returns slices of tokens whose sums fit `SUMS_BYTES`. Each tile of the vocabulary has sums."""
     from telescope.trainer.logprob_kernels import SUMS, num_spans
 
     fit = SUMS_BYTES // (3 * 4 * num_spans(vocab_size)) // SUMS.rows * SUMS.rows
@@ -313,8 +313,8 @@ def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
 
 
 def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device) -> tuple[list[slice], list[slice]]:
-    """Returns rows and columns of blocks with about chunk_size x vocab_size numbers."""
-    if not vocab_size:  # a rank whose part of the vocabulary is padding
+    """Returns rows and columns of blocks that have about chunk_size x vocab_size numbers."""
+    if not vocab_size:  # a rank whose part of the vocabulary is only padding
         return [], []
     num_blocks = max(1, min(VOCABULARY_BLOCKS.get(device.type, 1), -(-num_tokens // chunk_size)))
     per_block = vocab_size
@@ -327,9 +327,9 @@ def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
 
 @dataclass(slots=True, frozen=True)
 class VocabularyPart:
-    """This rank's part of the vocabulary. The ids from `first` on, as many as the rank's weight has rows.
+    """This rank's part of the vocabulary: the ids from `first` on, one for each row of the rank's weight.
 
-    Rows for ids from `vocab_size` on are padding, and no part of the softmax.
+    Rows for ids from `vocab_size` on are padding and not part of the softmax.
     """
 
     group: dist.ProcessGroup
@@ -344,9 +344,9 @@ class VocabularyPart:
         temperature: float,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes what `LogprobHead` computes, equal on all ranks of the group. Collective in the forward pass.
+        """Computes the result of `LogprobHead`, equal on all ranks of the group. Collective in the forward pass.
 
-        `hidden_ND` is equal on all ranks. Its gradient is this rank's share, which the caller has to sum.
+        `hidden_ND` is equal on all ranks. Its gradient is this rank's share, which the caller must sum.
         """
         num_real = min(max(self.vocab_size - self.first, 0), weight_PD.shape[0])
         logprob_N, entropy_N = _LogprobEntropy.apply(
@@ -381,7 +381,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes logprob [N] and entropy [N] of softmax(logits / temperature). They are nats, float32 or wider."""
+        """Computes logprob [N] and entropy [N] of softmax(logits / temperature), in nats, float32 or wider."""
         logprob_N, entropy_N = _LogprobEntropy.apply(
             hidden_ND, self.weight, self.bias, targets_N, temperature / self.scale, self.chunk_size, None, self.softcap
         )

@@ -1,11 +1,10 @@
-"""Triton kernels of `logprob`. They need a GPU; the matrix products need a Hopper GPU.
+"""Contains the Triton kernels of `logprob`. They need a GPU; the matrix products need a Hopper GPU.
 
 `add_block` and `block_gradient` read a block of float32 logits once each. `softmax_sums` and `gradient` are matrix
 products of hidden states and output weight with the softmax in their epilogue, whose float32 logits stay in registers:
 `softmax_sums` returns three sums per token and span of the vocabulary, `gradient` the gradient of the logits in the
-dtype of the hidden states. The recurrences and gradients are those of `logprob._Softmax.add` and
-`logprob._block_gradient`, with which the tests compare; inside the products the base of the exponent is 2, as in the
-hardware.
+dtype of the hidden states. The recurrences and gradients equal `logprob._Softmax.add` and `logprob._block_gradient`,
+with which tests compare them. Inside the products the base of the exponent is 2, as in the hardware.
 
 Invariants of the products: tensors are on the current device. Operands are bfloat16 or float16, and products are summed
 in float32. Rows and columns beyond the operands do not count. The hidden size is a multiple of `DEPTH`.
@@ -105,7 +104,7 @@ def block_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient in a contiguous block of logits, in `dtype`."""
+    """Computes the gradient of a contiguous block of logits, in `dtype`."""
     num_rows, num_columns = logits_CB.shape
     gradient_CB = torch.empty(logits_CB.shape, dtype=dtype, device=logits_CB.device)
     _block_gradient_kernel[(num_rows, triton.cdiv(num_columns, GRADIENT_COLUMNS))](
@@ -124,7 +123,7 @@ STRIDE_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiling of a product: `rows` x `columns`, summed by `depth`. Rows are tokens, columns vocabulary entries."""
+    """Tiling of a product: `rows` (tokens) x `columns` (vocabulary entries), summed in steps of `depth`."""
 
     rows: int = 128
     columns: int = 256
@@ -135,15 +134,15 @@ class Tiles:
     """Spans of the vocabulary that run at the same time."""
     warps: int = 8
     stages: int = 3
-    """Parts of both operands that are loaded ahead."""
+    """Number of parts of both operands that are loaded ahead."""
     max_registers: int | None = None
-    """Per thread, so that two programs fit a multiprocessor: one computes its product during the other's epilogue."""
+    """Registers per thread. If two programs fit a multiprocessor, one multiplies during the other's epilogue."""
 
 
 SUMS = Tiles()
 GRADIENT = Tiles(columns=128, group=1, max_registers=128)
-"""The fastest measured on an H200 at a hidden size of 2,560, and within 1.5 % of it at 1,024 (docs/performance.md;
-`benchmarks/logprob_tiles.py`)."""
+"""The fastest measured on an H200 at a hidden size of 2,560, and within 1.5 % of the fastest at 1,024
+(docs/performance.md; `benchmarks/logprob_tiles.py`)."""
 
 
 @triton.jit
@@ -173,7 +172,7 @@ def _logits(  # type: ignore[no-untyped-def]
     return logits
 
 
-# Sizes and the alignment of vectors must not recompile a kernel: the number of rows differs in every step.
+# Sizes and the alignment of vectors must not recompile a kernel, because the number of rows differs in every step.
 @triton.jit(
     do_not_specialize=["num_rows", "num_columns"],
     do_not_specialize_on_alignment=["bias_ptr", "target_ptr", "target_logit_ptr"],
@@ -198,7 +197,7 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
         logits = _logits(
             hidden, weight, bias_ptr, row, columns, column, num_columns, width, softcap, ROWS, COLUMNS, DEPTH
         )
-        # Conditions for what few tiles need: with a small hidden size the epilogue takes a relevant share of the time.
+        # Conditional, as few tiles need it: with a small hidden size the epilogue takes a relevant share of the time.
         if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
         inside = (target >= column) & (target < tl.minimum(column + COLUMNS, num_columns))
@@ -255,7 +254,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
             result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
         if softcap is not None:
             result *= 1.0 - (logits / softcap) * (logits / softcap)
-        # Up to the stride, not to the last column: with a bound that is a multiple of 16 whole vectors are written.
+        # Writes up to the stride, not to the last column: if the bound is a multiple of 16, whole vectors are written.
         written = is_row[:, None] & (columns < gradient_stride)[None, :]
         gradient_ptrs = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
         tl.store(gradient_ptrs, result.to(gradient_ptr.dtype.element_ty), mask=written)
@@ -278,7 +277,7 @@ def softmax_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the softmax's sums by span of the vocabulary.
 
-    [3, S, C]: top logit z, sum of exp(z - top), sum of exp(z - top) (z - top); and the target's logit [C], 0 where the
+    [3, S, C]: top logit z, sum of exp(z - top), sum of exp(z - top) (z - top); and the target's logit [C], 0 if the
     target is no column.
     """
     tiles = tiles or SUMS
@@ -307,9 +306,9 @@ def gradient(
     tiles: Tiles | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Returns the gradient of a block's B logits, [C, B]. `target_C` counts from the first of them.
+    """Returns the gradient of a block's B logits, [C, B]. `target_C` counts from the first logit.
 
-    Rows follow each other, with a gap where B is no multiple of `STRIDE_MULTIPLE`.
+    Rows have gaps between them if B is no multiple of `STRIDE_MULTIPLE`.
     """
     tiles = tiles or GRADIENT
     num_rows, width = hidden_CD.shape

@@ -1,13 +1,13 @@
-"""LoRA adapters (arXiv:2106.09685) with peft's meanings and file format.
+"""Implements LoRA adapters (arXiv:2106.09685) with peft's semantics and file format.
 
-Owns the layers, which modules get one, merged weights, and the files of an adapter. Does not own sharding.
+Owns the layers, the choice of modules to adapt, merged weights, and the files of an adapter. Does not own sharding.
 
 An adapted layer computes `x W^T + scaling * dropout(x) A^T B^T`, with A [rank, in], B [out, rank] and
 scaling = lora_alpha / lora_rank. W is frozen in `model_dtype`; A and B are float32 (float64 in a float64 model), start
 as peft's do (A uniform, B zero), and are the only trained parameters.
 
-Invariant: the names of all other parameters do not change. Those of an adapter are the layer's name with
-`.lora_A.weight` and `.lora_B.weight`, in peft's files behind `FILE_PREFIX`.
+Invariant: the names of all other parameters do not change. An adapter's names are the layer's name with
+`.lora_A.weight` and `.lora_B.weight`, in peft's files after `FILE_PREFIX`.
 """
 
 import json
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
     """A frozen linear layer with a trained product of two small matrices."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float, seed: int) -> None:
-        # Made without storage: the layer keeps the tensors of `base`.
+        # Created without storage, because the layer keeps the tensors of `base`.
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scaling = alpha / rank
@@ -62,13 +62,13 @@ def add_adapters(causal_lm: nn.Module, config: Any) -> None:
         parent, _, child = name.rpartition(".")
         base = causal_lm.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        # The layers of one shape should not start with the same A.
+        # Layers of one shape should not start with the same A.
         adapted = LoraLinear(base, config.lora_rank, config.lora_alpha, config.lora_dropout, config.seed + number)
         setattr(causal_lm.get_submodule(parent), child, adapted)
 
 
 def find_targets(causal_lm: nn.Module, targets: str | list[str]) -> list[str]:
-    """Returns the names of the layers to adapt. Raises `UserError` as `choose_layers` does."""
+    """Returns the names of the layers to adapt. Raises the `UserError` of `choose_layers`."""
     output = causal_lm.get_output_embeddings()  # type: ignore[operator]
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
@@ -96,7 +96,7 @@ def set_dropout(model: nn.Module, active: bool) -> None:
 def merged(
     weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Computes W + scaling * B A in the adapter's dtype, then casts. Works on a range of rows of W and B alike."""
+    """Computes W + scaling * B A in the adapter's dtype, then casts. Also works on a range of rows of W and B."""
     product_OI = (b_OR @ a_RI).mul_(scaling)
     return product_OI.add_(weight_OI).to(dtype or weight_OI.dtype)
 
@@ -107,7 +107,7 @@ def merged(
 def config_of_adapter(names: Iterable[str], config: Any) -> dict[str, Any]:
     """Returns the `adapter_config.json` of an adapter. `names` are its parameters in a model or a file."""
     targets = config.lora_target_modules
-    if targets == ALL_LINEAR:  # written out, as peft does: a reader may count other layers as linear
+    if targets == ALL_LINEAR:  # listed, as peft does: a reader may count other layers as linear
         targets = sorted({name.removesuffix(A).rpartition(".")[2] for name in names if name.endswith(A)})
     alpha = config.lora_alpha
     return {
@@ -139,10 +139,10 @@ def write_adapter(
 ) -> int:
     """Writes an adapter, with its `origin` as `write_origin` does. Returns the bytes of the weights.
 
-    The folder appears when it is complete, and replaces one of the same name. Raises `OSError`.
+    The folder appears when it is complete, and replaces a folder of the same name. Raises `OSError`.
     """
     with new_folder(directory, origin) as unfinished:
-        # `save_file` creates files with mode 0600, which servers of other users cannot read.
+        # `save_file` creates files with mode 0600, which other users' servers cannot read.
         size = (unfinished / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
         (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return size

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: the sum of its token losses.
+"""Computes the loss of a micro-batch as the sum of its token losses.
 
 Owns the tensors that an algorithm reads, and the denominator. Does not own the formulas (`telescope.algorithms`).
 Invariant: a micro-batch contributes a sum over its trained tokens, never a mean, so that packing, splitting and ranks
@@ -20,7 +20,7 @@ from telescope.trainer.model_input import move
 
 @dataclass(slots=True)
 class DeviceMicroBatch:
-    """What loss and metrics read of a row's N trained tokens."""
+    """The tensors of a row's N trained tokens that loss and metrics read."""
 
     engine_logprob_N: torch.Tensor
     advantage_N: torch.Tensor
@@ -30,7 +30,7 @@ class DeviceMicroBatch:
     on_policy_N: torch.Tensor
     """1 for tokens of samples that the step's policy version sampled entirely, else 0."""
     environment_N: torch.Tensor
-    """Index of the token's environment in the list given to `prepare`; its length for any other."""
+    """Index of the token's environment in the list given to `prepare`, or the list's length for other environments."""
     num_samples: int
 
 
@@ -58,7 +58,7 @@ def prepare(micro_batch: MicroBatch, version: int, environments: Sequence[str] =
 
 
 def to_device(host: HostMicroBatch, device: torch.device, float_dtype: torch.dtype) -> DeviceMicroBatch:
-    """Copies a prepared micro-batch to the device, as `move` does."""
+    """Copies a prepared micro-batch to the device with `move`."""
     source, predicted_N = host.source, host.predicted_N
     return DeviceMicroBatch(
         engine_logprob_N=move(source.engine_logprob_T[predicted_N], float_dtype, device),
@@ -91,11 +91,11 @@ def micro_batch_loss(
     reference_N: torch.Tensor | None = None,
     penalty_share: float = 1.0,
 ) -> tuple[torch.Tensor, LossTerms]:
-    """Sums the token losses of one micro-batch, with gradient. It is zero without tokens.
+    """Sums the token losses of one micro-batch, with gradient. The sum is zero without tokens.
 
-    `reference_N`: the trainer's logprobs from before the first update of the batch, if the configuration asks for them;
-    None: the weights have not changed since. `penalty_share`: the step's denominator over its trained tokens, so that
-    penalties are means over tokens after the division.
+    `reference_N` are the trainer's logprobs from before the first update of the batch, if the configuration needs them.
+    None means that the weights have not changed since. `penalty_share` is the step's denominator over its trained
+    tokens, so that penalties are means over tokens after the division.
     """
     if not needs_batch_reference(config):
         reference_N = batch.engine_logprob_N

@@ -1,12 +1,12 @@
-"""Metrics of a training step, reduced once over all ranks.
+"""Computes metrics of a training step, reduced once over all ranks.
 
 Owns the sums and the names. Invariants: adding never waits for the device. A mean is a sum over all ranks divided by a
 count over all ranks, never a mean of means. Padding and dummy micro-batches add nothing. A metric without data
 (mismatch without an on-policy token, clipping without bounds) is absent rather than 0.
 
 Mismatch compares the trainer's logprob of a token with the engine's. For the whole step and by environment it covers
-samples that one policy version sampled and that the trainer still has: others would report staleness as numerical
-error. By age it covers all tokens of that age, which shows the effect of staleness.
+samples that were sampled entirely by the trainer's current policy version, because others would show staleness as
+numerical error. By age it covers all tokens of that age, which shows the effect of staleness.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ HISTOGRAM_BINS = 1000
 """|logprob difference| is counted in bins of 1/100 decade, so a percentile is exact to 2.4 %."""
 
 NEAR_ONE = (0.9, 1.1)
-"""The share of ratios outside is reported."""
+"""The share of ratios outside of this range is reported."""
 
 MAX_ENVIRONMENTS = 32
-"""Environments with separate metrics; the others share one name, so that the number of keys is bounded."""
+"""Environments with separate metrics. The others share one name, so that the number of keys is bounded."""
 
 OTHER = "other"
 
@@ -78,8 +78,8 @@ class StepMetrics:
     ) -> None:
         """Adds one micro-batch. `scale` and `penalty_scale` convert sums of losses to shares of the step's loss.
 
-        `weights_moved`: an earlier optimizer step of this batch has changed the weights, so that no token is on-policy.
-        `counts`: False where another rank adds the same micro-batch.
+        `weights_moved` means that an earlier optimizer step of this batch has changed the weights, so that no token is
+        on-policy. `counts` is False if another rank adds the same micro-batch.
         """
         given = {"clip": terms.clipped, "weight": terms.weight_N, "mask": terms.masked_N, "penalty": terms.penalty_N}
         self._has |= {name: True for name, term in given.items() if term is not None}
@@ -130,7 +130,7 @@ class StepMetrics:
             self._maxima.scatter_reduce_(0, row_N[:, None].expand(-1, 2), top_N2, "amax")
 
     def reduce(self) -> dict[str, float]:
-        """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
+        """Returns the metrics over all ranks, equal on each. Collective. Waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
         # Only the last pipeline stage computes the loss, so other ranks do not know which terms it has.
         known = torch.cat([self._maxima.view(-1), self._maxima.new_tensor(list(self._has.values()))])
@@ -171,7 +171,7 @@ class StepMetrics:
         return metrics
 
     def _of_row(self, row: _Row, *, on_policy: bool) -> Iterator[tuple[str, float]]:
-        """Yields metrics of one environment or age; nothing without tokens."""
+        """Yields metrics of one environment or age. Yields nothing without tokens."""
         if not row.total["tokens"]:
             return
         yield "tokens", row.total["tokens"]
@@ -204,7 +204,7 @@ class _Row:
         return self.total[name] / self.total[of]
 
     def mismatch(self, *, on_policy: bool) -> Iterator[tuple[str, float]]:
-        """Yields the difference between trainer and engine; nothing without counted tokens."""
+        """Yields the differences between trainer and engine. Yields nothing without counted tokens."""
         prefix, count = ("on_policy_", self.total["on_policy_tokens"]) if on_policy else ("", self.total["tokens"])
         if not count:
             return
@@ -215,7 +215,7 @@ class _Row:
 
 
 def percentile(histogram: list[float], share: float) -> float:
-    """Returns the quantile `share` of |logprob differences|. It is the upper edge of a bin of the counts."""
+    """Returns the quantile `share` of |logprob differences|, as the upper edge of a bin."""
     low, high = HISTOGRAM_DECADES
     counts = list(accumulate(histogram))
     index = bisect_left(counts, share * counts[-1])
@@ -233,7 +233,7 @@ def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, f
 
 
 def reduce_max(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Returns the maximum of each value over all ranks. Others wait for the slowest rank."""
+    """Returns each value's maximum over all ranks, because ranks wait for the slowest."""
     names = sorted(values)
     stacked = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(stacked, op=dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
-"""The policy: a transformers model that returns logprobs instead of logits.
+"""Builds the policy, a transformers model that returns logprobs instead of logits.
 
 Owns loading and the changes of the loaded model: packed attention, the output layer, no dropout, frozen towers for
-images and sound. Does not own sharding. Invariant: parameter names without `PREFIX` are those of transformers.
+images and sound. Does not own sharding. Invariant: without `PREFIX`, parameters have their names in transformers.
 """
 
 import copy
@@ -32,7 +32,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISOR = "logits_scaling"
 LOGIT_SOFTCAP = "final_logit_softcapping"
-"""Config fields with which some architectures change the logits after the output layer."""
+"""Fields of configs with which some architectures change the logits after the output layer."""
 
 
 TABLES: tuple[tuple[Any, Any], ...] = (
@@ -51,8 +51,8 @@ def compute_dtype(config: Any) -> torch.dtype:
 class Execution:
     """How a model computes several samples at once.
 
-    Packed, they follow each other in a row, and `attention` (a name in transformers) keeps them apart. Otherwise each
-    has a row of its own, padded on the right: causal layers of any kind are exact there.
+    Packed samples follow each other in a row, and `attention` (a name in transformers) separates them. Otherwise each
+    sample has its own row, padded on the right, where causal layers of any kind are exact.
     """
 
     attention: str = ATTENTION_NAME
@@ -81,7 +81,7 @@ class PolicyModel(nn.Module):
         self.packs = packs
         own = set(self.decoder.parameters())
         for parameter in causal_lm.base_model.parameters():
-            if parameter not in own:  # of a tower for other media, which no text trains
+            if parameter not in own:  # of a tower for other media, which text does not train
                 parameter.requires_grad_(False)
         # Dropout would make the trainer's logprobs differ from the engine's.
         self.eval()
@@ -115,7 +115,7 @@ class PolicyModel(nn.Module):
 
     @property
     def has_plain_attention(self) -> bool:
-        """Returns whether attention is a softmax of scores, without a bound for them and without sinks."""
+        """Returns whether attention is a softmax of scores without a bound and without sinks."""
         config = self.causal_lm.config.get_text_config()
         has_sinks = any(hasattr(module, "sinks") for module in self.decoder.modules())
         return getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
@@ -140,9 +140,9 @@ class PolicyModel(nn.Module):
 
 
 def load_config(model: str, *, trust_remote_code: bool = False, local: bool = False) -> transformers.PretrainedConfig:
-    """Loads the config of a causal language model, for training. Raises `UserError` for anything else.
+    """Loads the config of a causal language model for training. Raises `UserError` for anything else.
 
-    `local`: from this machine, even if the hub has a newer one.
+    With `local`, reads it from this machine, even if the hub has a newer one.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -178,10 +178,10 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     attention: str = ATTENTION_NAME,
 ) -> transformers.PreTrainedModel:
-    """Loads a model from a path or hub id. With weights it is on the CPU, without on the meta device.
+    """Loads a model from a path or hub id: with weights on the CPU, without weights on the meta device.
 
-    `attention` is the name of its implementation in transformers. Raises `UserError` if there is no such model, and for
-    one whose files do not fit its config.
+    `attention` is the name of its implementation in transformers. Raises `UserError` if there is no such model, or if
+    its files do not fit its config.
     """
     register_attention()
     config = load_config(model, trust_remote_code=trust_remote_code)
@@ -207,7 +207,7 @@ def load_causal_lm(
 
 
 def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
-    """Compares weight files with the architecture by their headers. Raises `UserError` for what does not fit."""
+    """Compares headers of weight files with the architecture. Raises `UserError` for files that do not fit."""
     config = load_config(model, trust_remote_code=trust_remote_code, local=True)
     try:
         _, loaded = auto_class(config).from_pretrained(
@@ -223,12 +223,12 @@ def check_weight_files(model: str, *, trust_remote_code: bool = False) -> None:
 
 
 def auto_class(config: transformers.PretrainedConfig) -> Any:
-    """Returns the class of transformers that loads a model with this config, for text and perhaps other media."""
+    """Returns the transformers class that loads a model with this config, for text and perhaps other media."""
     return next((auto for _, auto in _classes(config)), transformers.AutoModelForCausalLM)
 
 
 def _classes(config: transformers.PretrainedConfig) -> list[tuple[Any, Any]]:
-    """Returns the model's classes and what loads them: the one that config.json names comes first.
+    """Returns the model's classes with their loaders. The class that config.json names comes first.
 
     Empty for code that comes with the model, and for other tasks.
     """
@@ -237,12 +237,12 @@ def _classes(config: transformers.PretrainedConfig) -> list[tuple[Any, Any]]:
 
 
 def reason(error: Exception) -> str:
-    """Returns the text of an error of transformers in one line; some begin with a line that says little."""
+    """Returns the text of a transformers error in one line. Some errors begin with a line of little use."""
     return single_line(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def skeleton_of(config: dict[str, Any]) -> transformers.PreTrainedModel | None:
-    """Builds the model of a parsed config.json on the meta device. None for code that comes with the model."""
+    """Builds the model of a parsed config.json on the meta device. Returns None for code that comes with the model."""
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     known = transformers.AutoConfig.for_model(**config)
@@ -256,7 +256,7 @@ def is_tied(causal_lm: transformers.PreTrainedModel) -> bool:
 
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
-    """Raises `UserError` for random tensors and unused weights after loading."""
+    """Raises `UserError` for randomly initialized tensors and unused weights after loading."""
     problems = [
         f"{what}: {listed(sorted(_key_text(key) for key in loaded[kind]))}"
         for kind, what in (
@@ -274,14 +274,14 @@ def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
 
 
 def _key_text(key: Any) -> str:
-    """Formats a name as reported by transformers. A mismatch has both shapes."""
+    """Formats a name reported by transformers. A mismatch includes both shapes."""
     return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
 
 
 def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
     """Returns whether blocks of this model can be compiled for `dtype`.
 
-    The grouped product of experts can be compiled in bfloat16 only; in other dtypes its backward pass is Python, and
+    The grouped product of experts can only be compiled in bfloat16. In other dtypes its backward pass is Python, and
     compiling fails for each block.
     """
     return dtype == torch.bfloat16 or not any(

@@ -1,8 +1,8 @@
-"""Moves the model's input of a micro-batch to the device.
+"""Copies the model's input for a micro-batch to the device.
 
 Owns the choice of targets, the cut of a row for context parallelism, and the rows of samples that are not packed. Does
-not own the tensors of the loss (`trainer.loss`), which are always those of the whole row. Invariant: targets and
-trained tokens are chosen before the cut, so that the last token of a part predicts the first of the next.
+not own the tensors of the loss (`trainer.loss`), which always cover the whole row. Invariant: targets and trained
+tokens are chosen before the cut, so that the last token of a part predicts the first of the next.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.
 class ModelInput:
     """The model's input of a micro-batch, which predicts N tokens.
 
-    S is 1 and T the row of packed samples, or with context parallelism this rank's part of it. Otherwise S samples have
-    rows of T tokens, padded on the right. The hidden state at position `predicting_N[i]` of the S x T predicts the
-    token `target_N[i]`.
+    With packed samples, S is 1 and T is the length of the row, or of this rank's part with context parallelism.
+    Otherwise S samples have rows of T tokens, padded on the right. The hidden state at position `predicting_N[i]` of
+    the S x T positions predicts the token `target_N[i]`.
     """
 
     token_ids_ST: torch.Tensor
     position_ids_ST: torch.Tensor
     layout: PackedLayout | None
-    """None where samples are not packed."""
+    """None if samples are not packed."""
     predicting_N: torch.Tensor
     target_N: torch.Tensor
     own: slice
-    """Which of the row's trained tokens the N are."""
+    """The range of the N tokens among the row's trained tokens."""
     routes_TXK: torch.Tensor | None = None
     """The engine's experts of the T tokens in X layers (`router_replay`)."""
 
@@ -45,10 +45,10 @@ def model_input(
     context: ContextGroup | None = None,
     multiple: int = 1,
 ) -> ModelInput:
-    """Copies a micro-batch's input to the device, as `move` does.
+    """Copies a micro-batch's input to the device with `move`.
 
-    With `context`, only this rank's part of the row. Its number of tokens is padded to a multiple of `multiple`.
-    Without a `kernel` for packed samples each gets a row of its own.
+    With `context`, copies only this rank's part of the row. Its number of tokens is padded to a multiple of `multiple`.
+    Without a `kernel` for packed samples, each sample gets its own row.
     """
     if kernel is None:
         return _side_by_side(micro_batch, device)
@@ -72,7 +72,7 @@ def model_input(
 
 
 def _side_by_side(micro_batch: MicroBatch, device: torch.device) -> ModelInput:
-    """Gives each sample of a row, and its padding, a row of its own. Position 0 repeats behind shorter ones."""
+    """Gives each sample of a row, and its padding, its own row. Shorter rows end with repeats of position 0."""
     starts_S, lengths_S = micro_batch.cu_seqlens[:-1], np.diff(micro_batch.cu_seqlens)
     longest = int(lengths_S.max())
     offset_T = np.arange(longest)
@@ -91,7 +91,7 @@ def _side_by_side(micro_batch: MicroBatch, device: torch.device) -> ModelInput:
 
 
 def _routes(micro_batch: MicroBatch, part: slice, device: torch.device) -> torch.Tensor | None:
-    """Copies the part's routes to the device. Zeros mean that padding has none."""
+    """Copies the part's routes to the device. Padding has zeros, which mean no routes."""
     routes_TXK = micro_batch.routes_TXK
     if routes_TXK is None:
         return None
@@ -101,8 +101,8 @@ def _routes(micro_batch: MicroBatch, part: slice, device: torch.device) -> torch
 
 
 def move(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies an array to the device. A GPU gets it asynchronously, ordered before its readers."""
-    # A copy, because Ray's object store returns read-only shared memory. By numpy, in this thread: torch would use
+    """Copies an array to the device. On a GPU the copy is asynchronous and ordered before its readers."""
+    # numpy copies, because Ray's object store returns read-only shared memory, and in this thread: torch would use
     # OpenMP threads for long rows, which take 10 ms to wake up on some hosts.
     if device.type != "cuda":
         return torch.from_numpy(array.astype(NUMPY_DTYPES[dtype]))

@@ -1,10 +1,10 @@
-"""Packs samples into micro-batches of optimizer steps and ranks. Ranks are data-parallel ranks here (`batch.Layout`).
+"""Packs samples into micro-batches of optimizer steps and ranks, which are data-parallel ranks here (`batch.Layout`).
 
 Imports numpy only, because the driver packs. Invariants of every packing: each trained token is in exactly one
 micro-batch of one rank. A group is never split over two optimizer steps. All ranks get the same number of micro-batches
 in each optimizer step (FSDP's collectives run once per micro-batch on every rank, so uneven counts would hang). The
-counts by which the loss is divided are those of all ranks. A dummy micro-batch (nothing trained) appears only if an
-optimizer step has fewer samples than micro-batches.
+loss is divided by counts over all ranks. A dummy micro-batch (nothing trained) appears only if an optimizer step has
+fewer samples than micro-batches.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ import numpy as np
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
 
 ATTENTION_CROSSOVER_TOKENS = 16_384
-"""Length at which causal attention costs as much as the rest of a layer: about 12 x hidden size, here of a 1.5B model.
+"""Length at which causal attention costs as much as the rest of a layer, about 12 x hidden size, here for a 1.5B model.
 It only affects the balance between ranks, so it need not be exact."""
 
 SHORTEST_ROW = 2
-"""Minimum tokens of a row: a size of 1 would be compiled separately, for a minute on a GPU."""
+"""Minimum tokens of a row. A size of 1 would be compiled separately, which takes a minute on a GPU."""
 
 ARRAYS_OF_TOKENS = ("token_ids_L", "trained_L", "engine_logprob_L", "version_L", "routes_LXK")
 
 
 def sample_cost(length: int) -> float:
-    """Computes the relative cost of a sample. It is linear in tokens, with the square for attention."""
+    """Computes the relative cost of a sample: its tokens, plus their square for attention."""
     return length + length * length / ATTENTION_CROSSOVER_TOKENS
 
 
@@ -43,9 +43,9 @@ def pack_step(
 ) -> list[StepInput]:
     """Packs one training batch for all ranks. Element r of the result is for rank r.
 
-    Without `packs` samples of a micro-batch do not share a row: `seq_len` bounds their number times the longest.
-    Samples without a trained token are left out, also of the counts. With fewer groups than `num_minibatches` there are
-    as many optimizer steps as groups, and none without trained tokens. Raises `ValueError` for a sample longer than
+    Without `packs`, samples of a micro-batch do not share a row, and `seq_len` bounds their number times the longest.
+    Samples without a trained token are left out and not counted. With fewer groups than `num_minibatches` there are as
+    many optimizer steps as groups, and none without trained tokens. Raises `ValueError` for a sample longer than
     `seq_len`; `truncate_to` is the alternative.
     """
     usable = [sample for sample in samples if sample.num_trained > 0]
@@ -68,7 +68,7 @@ def pack_step(
 
 
 def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[list[TrainSample]]:
-    """Splits a batch into at most `num_minibatches` lists of whole groups, of even sizes, none empty."""
+    """Splits a batch into at most `num_minibatches` non-empty lists of whole groups, of even sizes."""
     groups: dict[int, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -84,8 +84,8 @@ def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int, *, packs:
     Their number is a multiple of `num_ranks`, and each holds at most `capacity` tokens. First-fit by decreasing length
     finds a sufficient number of bins, rounded up to a multiple of the ranks. The samples are then distributed again,
     each to the cheapest bin with space. If that does not fit, the most expensive of the first-fit bins are halved until
-    there are enough. Bins are empty only if there are fewer samples than bins. Without `packs` a sample takes as many
-    tokens of a bin as the longest in it, which is the first.
+    there are enough. Bins are empty only if there are fewer samples than bins. Without `packs`, each sample takes as
+    many tokens of a bin as the longest sample in it, which is the first.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tight = _first_fit(order, lengths, capacity, packs)
@@ -145,7 +145,7 @@ def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> 
     """Distributes the same number of bins to each rank.
 
     The k-th micro-batches of all ranks have similar costs, since ranks wait for each other at every micro-batch. Among
-    those, the cheapest bin goes to the rank with the most work so far.
+    these micro-batches, the cheapest goes to the rank with the most work so far.
     """
 
     def cost(row: list[int]) -> float:
@@ -163,7 +163,7 @@ def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> 
 
 
 def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> MicroBatch:
-    """Concatenates samples and pads the row to a multiple. Without samples, the row is a dummy of padding."""
+    """Concatenates samples and pads the row to a multiple. Without samples, the row is a dummy that is only padding."""
     lengths = [sample.length for sample in samples]
     used = sum(lengths)
     total = -(-max(used, SHORTEST_ROW) // pad_to_multiple_of) * pad_to_multiple_of
@@ -193,7 +193,7 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
 
 
 def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
-    """Concatenates the samples' routes [total, X, K], zeros where there are none."""
+    """Concatenates the samples' routes [total, X, K], with zeros for samples without routes."""
     known = [sample.routes_LXK for sample in samples if sample.routes_LXK is not None]
     if not known:
         return None
@@ -207,7 +207,7 @@ def _routes(samples: Sequence[TrainSample], total: int) -> np.ndarray | None:
 
 
 def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
-    """Makes a row for compiling before there is data: as long as the longest, of four arbitrary segments."""
+    """Makes a row for compiling before there is data. It has the maximum length and four arbitrary segments."""
     total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, 12)
     short = total // 6
     # Many different tokens, so that a mixture of experts uses many experts.
@@ -216,7 +216,7 @@ def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> Micro
 
 
 def untrained_sample(name: str, token_ids_L: np.ndarray) -> TrainSample:
-    """Makes a sample that no environment scored, of which every token except the first is predicted."""
+    """Makes a sample without a score, of which every token except the first is predicted."""
     length = len(token_ids_L)
     return TrainSample(
         sample_id=name,
@@ -231,7 +231,7 @@ def untrained_sample(name: str, token_ids_L: np.ndarray) -> TrainSample:
 
 
 def packing_stats(inputs: Sequence[StepInput]) -> dict[str, float]:
-    """Computes metrics of a packed step: shares of padding and of dummy rows in all tokens of all ranks, in [0, 1].
+    """Computes metrics of a packed step: the shares of padding and of dummy rows in the tokens of all ranks, in [0, 1].
 
     `imbalance` is the largest cost of a rank over the mean cost; 1 is even.
     """
@@ -249,7 +249,7 @@ def packing_stats(inputs: Sequence[StepInput]) -> dict[str, float]:
 
 
 def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[TrainSample], int]:
-    """Truncates samples to `seq_len` tokens. Returns them and the number of trained tokens cut off."""
+    """Truncates samples to `seq_len` tokens. Returns them and the number of trained tokens that were cut off."""
     kept: list[TrainSample] = []
     lost = 0
     for sample in samples:

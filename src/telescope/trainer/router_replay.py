@@ -5,11 +5,11 @@ tie. Higher precision elsewhere does not remove the resulting difference of logp
 to the experts that the engine chose for it. The weights of these experts come from the trainer's own logits, so that
 gradients reach the router.
 
-Owns the choice, and the count of choices in which both agree. `RouterReplay` takes the place of what selects experts
-in a backend: the top-k of Qwen3-MoE's router in transformers, `router_replay` of a Megatron router.
+Owns the choice, and the count of choices in which both agree. `RouterReplay` replaces the selection of experts in a
+backend: the top-k of Qwen3-MoE's router in transformers, `router_replay` of a Megatron router.
 
-Invariants: a token without recorded routes goes where the trainer would send it. Routes belong to a row, also when a
-block is recomputed, and agreement is counted in forward passes of training alone.
+Invariants: a token without recorded routes goes to the trainer's own choice. Routes belong to a row, also when a block
+is recomputed, and agreement is counted only in forward passes of training.
 """
 
 import functools
@@ -28,16 +28,16 @@ REPLAYED = "router_replay/token_share"
 
 
 class RouterReplay:
-    """Choices of one rank in all of its layers with experts."""
+    """Chooses experts in all layers of one rank that have experts."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.float64, device=device)
-        """Agreeing choices, replayed choices, and all choices of the step."""
+        """Number of agreeing choices, of replayed choices, and of all choices in the step."""
         self._counting = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts choices of the forward pass inside, without its recomputation."""
+        """Counts choices of the enclosed forward pass, without its recomputation."""
         self._counting = True
         try:
             yield
@@ -45,7 +45,7 @@ class RouterReplay:
             self._counting = False
 
     def choose(self, own_TK: torch.Tensor, recorded_TK: torch.Tensor | None) -> torch.Tensor:
-        """Returns each token's experts [T, K], int64, recorded or its own."""
+        """Returns each token's experts [T, K], int64: the recorded ones or else its own."""
         chosen_TK = own_TK
         if recorded_TK is not None:
             recorded_TK = recorded_TK.long()
@@ -70,10 +70,10 @@ class RouterReplay:
 
 
 class ReplayedRouters:
-    """The routers of a transformers model (Qwen3-MoE), whose choices a `RouterReplay` makes."""
+    """The routers of a transformers model (Qwen3-MoE) with choices from a `RouterReplay`."""
 
     def __init__(self, layers: list[nn.Module], replay: RouterReplay) -> None:
-        """Replaces the routers' `forward`. Raises `UserError` for other routers, and for a model without any."""
+        """Replaces the routers' `forward`. Raises `UserError` for other routers and for a model without routers."""
         self._routers: list[tuple[int, Any]] = []
         for index, layer in enumerate(layers):
             for module in layer.modules():
@@ -105,8 +105,9 @@ def _route(router: Any, replay: RouterReplay, hidden: torch.Tensor) -> tuple[tor
 class MegatronChoice:
     """The choice of experts that one Megatron router calls.
 
-    megatron-core's own class takes the routes of a recomputation from a queue, whose order it has to share with the
-    pipeline's schedule, and knows no tokens without routes. Here the layer's input brings its routes each time.
+    megatron-core's own class takes the routes of a recomputation from a queue, which must have the order of the
+    pipeline's schedule, and does not support tokens without routes. Here the layer's input contains its routes each
+    time.
     """
 
     def __init__(self, replay: RouterReplay) -> None:
@@ -122,7 +123,7 @@ class MegatronChoice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns scores and numbers of the chosen experts, [T, K] each."""
+        """Returns scores and indices of the chosen experts, [T, K] each."""
         assert default_compute_topk is not None
         own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
         chosen_TK = self._replay.choose(own_TK, self.recorded_TK)

@@ -1,7 +1,7 @@
-"""Measurements on a rank for `telescope verify`.
+"""Measures a rank for `telescope verify`.
 
-Logprobs of packed samples, and one gradient in two packings. They change neither weights nor optimizer state. Does not
-own the verdicts (`telescope.verify`) nor the packing. Every function is collective: all ranks call it with their own
+Computes logprobs of packed samples, and one gradient in two packings. Changes neither weights nor optimizer state. Does
+not own the verdicts (`telescope.verify`) or the packing. Every function is collective: all ranks call it with their own
 step inputs.
 """
 
@@ -23,18 +23,18 @@ from telescope.utils.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class GradientComparison:
-    """Two gradients of one loss. Norms are of the whole gradient over all ranks."""
+    """Two gradients of one loss. Norms are over the whole gradient of all ranks."""
 
     relative_error: float
     """L2 norm of their difference over the norm of the second; NaN if the second is zero."""
     norms: tuple[float, float]
     losses: tuple[float, float]
     num_micro_batches: tuple[int, int]
-    """Of this rank."""
+    """Numbers on this rank."""
 
 
 def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
-    """Computes packed logprobs of this rank's trained tokens. Collective. They are by sample id."""
+    """Computes packed logprobs of this rank's trained tokens, by sample id. Collective."""
     backend = _require_step(backend)
     rows = [row for batch in step_input.minibatches for row in batch.micro_batches]
     found: dict[str, np.ndarray] = {}
@@ -50,7 +50,7 @@ def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepIn
     losses, gradients = [], []
     for step_input in (first, second):
         sums = StepMetrics(backend.device)
-        (batch,) = step_input.minibatches  # the whole batch at once: minibatches would cut it by groups
+        (batch,) = step_input.minibatches  # the whole batch at once, because minibatches would divide it by groups
         backend.accumulate(batch, step_input.version, Timeline(backend.device, backend.rank), sums)
         gradients.append(backend.take_gradient(denominator(backend.algorithm, batch, backend.config)))
         losses.append(sums.reduce()["loss/policy"])

@@ -1,10 +1,10 @@
-"""Context parallelism: C ranks share the row of a micro-batch.
+"""Implements context parallelism, in which C ranks share the row of a micro-batch.
 
 Each rank has consecutive tokens of the row, its part. Around attention, tokens are exchanged for heads by an all-to-all
 (Ulysses, arXiv 2309.14509), so that each rank attends over the whole row with its share of the heads: every kernel is
-exact, and causal work is even, wherever the row is cut. Where there are fewer key and value heads than ranks, each is
+exact, and causal work is even, wherever the row is cut. If there are fewer key and value heads than ranks, each head is
 sent to all ranks that have queries of its group. After the output layer every rank gets the logprobs of the whole row,
-so that a loss needs no knowledge of the cut.
+so that a loss does not depend on the cut.
 
 Invariant: every rank of a group makes the same calls in the same order, also in backward passes and recomputation.
 """
@@ -25,7 +25,7 @@ from telescope.trainer.packing import SHORTEST_ROW
 
 @dataclass(slots=True, frozen=True)
 class ContextGroup:
-    """The ranks that share a row, as one of them sees it. `name` is that of their process group."""
+    """The ranks that share a row, as one of them sees it. `name` is the name of their process group."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class ContextGroup:
 
 
 def _resolve(name: str) -> dist.ProcessGroup:
-    # Private in torch 2.11 to 2.13, and what its own operators do: an operator takes no group, only a name.
+    # Private in torch 2.11 to 2.13, but torch's own operators use it: an operator takes a name, not a group.
     resolve: Any = distributed_c10d._resolve_process_group
     group: dist.ProcessGroup = resolve(name)
     return group
@@ -45,8 +45,8 @@ def _resolve(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("telescope::exchange", mutates_args=())
 def _exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Sends parts[i] to rank i of the group. Element i of the result came from rank i. Its own inverse."""
-    # An operator, so that torch.compile neither looks inside nor moves it past other collectives.
+    """Sends parts[i] to rank i of the group. Element i of the result comes from rank i. It is its own inverse."""
+    # An operator, so that torch.compile neither traces it nor moves it past other collectives.
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_resolve(group))
@@ -68,7 +68,7 @@ _exchange.register_autograd(lambda ctx, grad: (_exchange(grad, ctx.group), None)
 def tokens_to_heads(tokens_THD: torch.Tensor, context: ContextGroup) -> torch.Tensor:
     """Exchanges a part's tokens for the row's tokens with fewer heads. [T, H, D] -> [C T, H / C, D].
 
-    H < C divides C: each head goes to C / H ranks.
+    If H < C, H must divide C, and each head goes to C / H ranks.
     """
     num_tokens, num_heads, head_dim = tokens_THD.shape
     if num_heads < context.size:
@@ -95,21 +95,21 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Every rank computes the same loss of the whole row: the sum of their gradients counts each number once.
+        # Every rank computes the same loss of the whole row, so the sum of their gradients counts each number once.
         return grads[0][:, ctx.own], None, None, None
 
 
 def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: ContextGroup) -> torch.Tensor:
-    """Returns K numbers of each of the row's tokens, [K, N]. Those of this part are columns `own`.
+    """Returns K numbers for each of the row's tokens, [K, N]. Columns `own` belong to this part.
 
-    The gradient is that of a loss which every rank computes alike.
+    The gradient assumes that every rank computes the same loss.
     """
     whole: torch.Tensor = _Whole.apply(own_Kn, own, num_tokens, context.name)
     return whole
 
 
 def pad_row(micro_batch: MicroBatch, num_parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns a row that divides into parts (token ids, position ids, bounds). The padding is a segment."""
+    """Returns token ids, position ids and bounds of a row that divides into parts. The padding is a segment."""
     token_ids_T, position_ids_T = micro_batch.token_ids_T, micro_batch.position_ids_T
     cu_seqlens = micro_batch.cu_seqlens
     size = len(token_ids_T)

@@ -1,4 +1,4 @@
-"""The RL step, written once for every backend.
+"""Implements the RL step for all backends.
 
 Owns the order of a training step: reference logprobs, optimizer steps, loss, learning rate, metrics, timeline. Does not
 own the model: a backend has `forward_backward`, `forward_logprobs` and `optimizer_step`, and its `layout`.
@@ -40,22 +40,22 @@ from telescope.utils.timeline import Span, Timeline
 RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(index of the micro-batch, logprob [N], entropy [N]) -> the sum of its token losses, a scalar with gradient.
 
-N are all trained tokens of the row, in its order. Called once for each micro-batch, on every rank that has the numbers:
-one that reports (`Layout.reports`) at least."""
+N counts all trained tokens of the row, in its order. Called once for each micro-batch, on every rank that has the
+numbers, which includes each rank that reports (`Layout.reports`)."""
 
 Forward = tuple[MicroBatch, torch.Tensor, torch.Tensor]
 """A micro-batch with the logprobs and the entropies of its N trained tokens."""
 
 
 class GradientPart(NamedTuple):
-    """Of a gradient: this rank's `shards`. Those of all ranks of `group` (None: of all ranks) are the part."""
+    """A part of a gradient: this rank's `shards`, together with those of all ranks of `group` (None for all ranks)."""
 
     shards: list[torch.Tensor]
     group: dist.ProcessGroup | None
 
 
 class RLBackend(TrainingBackend):
-    """A backend that trains by the RL step. Subclasses add the model, its passes and its optimizer."""
+    """A backend that trains with the RL step. Subclasses add the model, its passes and its optimizer."""
 
     def init(self) -> None:
         """Prepares the step. A subclass calls it before it loads its model."""
@@ -63,7 +63,7 @@ class RLBackend(TrainingBackend):
         self.environments = environment_names(self.config)
         self.loss_dtype = torch.float64 if compute_dtype(self.config) == torch.float64 else torch.float32
         self.replay = RouterReplay(self.device) if self.config.router_replay else None
-        """What chooses experts, which the backend puts into its model."""
+        """Chooses experts. The backend adds it to its model."""
         self._spans: list[Span] = []
         self._tokens: list[SampleTokens] = []
 
@@ -71,17 +71,17 @@ class RLBackend(TrainingBackend):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         """Adds the gradient of the micro-batches' summed `loss`. Collective. The sum is over all data ranks.
 
-        All ranks have equally many micro-batches. Where several ranks compute the loss of one row, they compute the
-        same, and its gradient counts once. Spans of `timeline` are named in `trainer.timeline.OPERATIONS`.
+        All ranks have the same number of micro-batches. If several ranks compute the loss of one row, they compute the
+        same loss, and its gradient counts once. Spans of `timeline` have names from `trainer.timeline.OPERATIONS`.
         """
 
     @abstractmethod
     def forward_logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
     ) -> list[torch.Tensor]:
-        """Computes logprobs of each row's N trained tokens. Collective. Every rank that gets a row has them.
+        """Computes logprobs of each row's N trained tokens, on every rank that gets the row. Collective. No gradients.
 
-        At the temperature of the run by default. Without gradients.
+        The default temperature is the run's.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class RLBackend(TrainingBackend):
     def take_gradient(self, divisor: float) -> list[GradientPart]:
         """Returns the divided gradient, for `telescope verify`, and frees it. Collective.
 
-        Equal divisions of the model give equally many parts and shards.
+        Equal divisions of the model have the same number of parts and shards.
         """
 
     @property
@@ -131,7 +131,7 @@ class RLBackend(TrainingBackend):
         metrics = sums.reduce() | {"mismatch/logprob_difference_allowed": self.first_rollouts.allowed}
         if self.replay is not None:
             metrics |= self.replay.metrics()
-        for row, logp_N, entropy_N in forwards or ():  # the device has finished: no wait
+        for row, logp_N, entropy_N in forwards or ():  # the device has finished, so this does not wait
             if not recorded.isdisjoint(row.sample_ids):
                 logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))
                 self._tokens += tokens_of_samples(row, recorded, logprobs, entropies)
@@ -150,7 +150,7 @@ class RLBackend(TrainingBackend):
 
     @functools.cached_property
     def first_rollouts(self) -> FirstRollouts:
-        """Compares the engine with this trainer in the first steps."""
+        """The comparison of the engine with this trainer in the first steps."""
         return FirstRollouts(self.config, self.hf_config.get_text_config(), self.device)
 
     def accumulate(
@@ -167,7 +167,7 @@ class RLBackend(TrainingBackend):
         """Adds the gradient of an optimizer step's *summed* token losses. Collective. It is not yet divided.
 
         `references` are the logprobs of each micro-batch from before the first update of the batch, if the loss has a
-        ratio to them and the weights have changed since. `forwards` receives the results of each forward pass.
+        ratio to them and the weights have changed since. The results of each forward pass are appended to `forwards`.
         """
         divisor = denominator(self.algorithm, batch, self.config)
         penalty_share = divisor / max(batch.num_trained_tokens, 1)
@@ -202,7 +202,7 @@ class RLBackend(TrainingBackend):
     ) -> list[list[torch.Tensor] | None]:
         """Computes logprobs under the batch's first weights. Collective.
 
-        They are those of this rank's rows, by step and micro-batch. None if the loss has no ratio to them, and for the
+        Covers this rank's rows, by step and micro-batch. None if the loss has no ratio to them, and for the
         first optimizer step, whose own forward pass computes the same numbers.
         """
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
@@ -218,12 +218,12 @@ class RLBackend(TrainingBackend):
         error: OSError | None = None
         if self.rank == 0:
             metas = [replace(meta, dtype=dtype) for meta in self.weight_metadata()]
-            loaded = self.hf_config.to_json_string().encode()  # for a model folder that is gone
+            loaded = self.hf_config.to_json_string().encode()  # for a model folder that no longer exists
             try:
                 files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)
                 write_model_folder(directory, metas, weights, files, origin=self.origin)
             except OSError as caught:
-                error = caught  # raised below: the other ranks gather the rest
+                error = caught  # raised below, because the other ranks gather the rest
         for _ in weights:
             continue
         dist.barrier()
@@ -245,11 +245,11 @@ class RLBackend(TrainingBackend):
 
 
 def learning_rate(step: int, config: Any) -> float:
-    """Computes the rate of training step `step`, counted from 0, by the fields of a run.
+    """Computes the learning rate of training step `step`, counted from 0, from the fields of a run.
 
     `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from
     `learning_rate` at step `warmup_steps` to `min_lr_ratio` of it, which they would reach at `number_of_steps`. A pure
-    function: there is no scheduler to save or to lose at a resume, and no step has a rate of 0.
+    function, so there is no scheduler to save or to lose when a run resumes. No step has a rate of 0.
     """
     base: float = config.learning_rate
     schedule, warmup_steps, min_ratio = config.lr_scheduler, config.warmup_steps, config.min_lr_ratio

@@ -1,4 +1,4 @@
-"""`timing_*` metrics of a training step, and allocator gauges.
+"""Computes the `timing_*` metrics of a training step, and allocator gauges.
 
 A reading of the allocator copies counters that it keeps anyway, and does not touch the stream.
 """
@@ -16,7 +16,7 @@ OPERATIONS = (
     "forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device",
     "prepare_tensors", "gradient_reduction",
 )  # fmt: skip
-"""Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy;
+"""Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy.
 `gradient_reduction` overlaps `backward`, on a separate stream on a GPU."""
 
 STEP_OPERATIONS = ("gradient_norm", "optimizer")
@@ -36,7 +36,7 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
 
 
 def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
-    """Returns a function that reads the memory in use: torch's on a GPU, else the process's."""
+    """Returns a function that reads the memory in use: torch's on a GPU, otherwise the process's."""
     if device.type == "cuda":
         return lambda: _of_allocator(device)
     import psutil

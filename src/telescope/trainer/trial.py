@@ -1,6 +1,7 @@
 """Tries a configuration's backend and model before anything starts.
 
-Each runs in a separate process. Imports no torch here: a command that refuses its input must not wait for it.
+Each runs in a separate process. This module does not import torch, because a command that refuses its input must not
+wait for it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 TRIAL_TIMEOUT_SECONDS = 300.0
-"""Importing torch, and a backend or a small copy of the model, from a cold disk."""
+"""Time for importing torch, and a backend or a small copy of the model, from a slow disk."""
 
 
 def try_backend(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when `train_backend` names no training backend class.
+    """Raises `ConfigError` if `train_backend` names no class of a training backend.
 
-    The folder that the run is started from is searched as well, as it is in the trainer's processes.
+    Also searches the folder from which the run is started, like the trainer's processes.
     """
     if ":" in config.train_backend:
         fix = "Move slow work from its module into functions"
@@ -32,12 +33,12 @@ def try_backend(config: TelescopeConfig) -> None:
 
 
 def try_model(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when weight files do not fit config.json, or the trainer cannot compute the model right."""
+    """Raises `ConfigError` if weight files do not fit config.json, or if the trainer computes the model incorrectly."""
     _try("model", config.model, config, f"model: trying {config.model!r}", "Check the disk, or the way to the hub")
 
 
 def _try(what: str, name: str, config: TelescopeConfig, action: str, fix: str) -> None:
-    """Runs this module in a process with the same import paths. `fix`: of what takes too long."""
+    """Runs this module in a process with the same import paths. `fix` is the advice for a timeout."""
     command = [sys.executable, "-P", "-m", "telescope.trainer.trial", what, name]
     command += [str(config.trust_remote_code), str(config.max_model_len)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])}

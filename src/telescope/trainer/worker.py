@@ -1,7 +1,7 @@
-"""One rank of the trainer: the class that a Ray actor wraps.
+"""Defines one rank of the trainer, which a Ray actor wraps.
 
-Owns the process: threads, device, process group, what Python's cycle collector visits, and the time between steps. The
-backend does the work.
+Owns the process: threads, device, process group, Python's garbage collection, and the time between steps. The backend
+does the work.
 
 Invariants: every method except `setup` requires `setup`, and is called on all ranks in the same order. A wait for other
 ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that still runs.
@@ -51,7 +51,7 @@ class TrainerInfo:
 class Trainer:
     """One rank. `config` is a `TelescopeConfig`, the same object on every rank.
 
-    Rank 0 listens at `master_addr:master_port` and on no other interface, on the open socket `listener` if given; the
+    Rank 0 listens at `master_addr:master_port` and on no other interface, with the open socket `listener` if given. The
     other ranks connect to it.
     """
 
@@ -117,11 +117,11 @@ class Trainer:
         )
 
     def _open_store(self) -> dist.TCPStore:
-        """Opens the store through which the ranks find each other. Waits for rank 0."""
+        """Opens the store with which the ranks find each other. Waits for rank 0."""
         host, port = self.master_addr, self.master_port
         descriptor = None
         if self.rank == 0:
-            # By default the store listens on every interface; it takes over a given socket.
+            # By default the store listens on every interface. It takes over a given socket.
             listener = self.listener or socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
@@ -138,7 +138,7 @@ class Trainer:
         )
 
     def warm_up(self) -> Span:
-        """Compiles what the first step would compile. Returns the span of it. Collective."""
+        """Compiles what the first step would compile. Returns its span. Collective."""
         started = time.time()
         self.backend.warm_up()
         ended = time.time()
@@ -148,7 +148,7 @@ class Trainer:
 
     def restart(self) -> None:
         """Reloads the weights of the config, with a new optimizer. Collective."""
-        unfreeze_heap()  # the replaced objects may be in cycles
+        unfreeze_heap()  # the replaced objects may be in reference cycles
         self.backend.init()
         freeze_heap()
         self._idle_since = time.time()
@@ -156,9 +156,9 @@ class Trainer:
     def train_step(self, step_input: StepInput) -> StepResult:
         """Runs one training step of this rank. Collective.
 
-        Adds to the backend's metrics `timing_step_active`, `timing_waiting_for_data` (idle since the last step, sync or
-        checkpoint), `timing_weight_sync_trainer_total` (the last sync's gathering), `timing_checkpoint` (the copy of a
-        checkpoint after the last step) and their sum, `timing_step_total`.
+        To the backend's metrics, adds `timing_step_active`, `timing_waiting_for_data` (idle since the last step, sync
+        or checkpoint), `timing_weight_sync_trainer_total` (the last sync's gathering), `timing_checkpoint` (the copy of
+        a checkpoint after the last step) and their sum, `timing_step_total`.
         """
         backend = self.backend
         started = time.time()
@@ -184,7 +184,7 @@ class Trainer:
         return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or as stored.
+        """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or the stored dtype.
 
         Collective: drain it. The time from the first request to the end counts as weight sync.
         """
@@ -193,7 +193,7 @@ class Trainer:
         self._count_sync(started)
 
     def sync_adapter(self, directory: Path, dtype: str) -> int:
-        """Writes the adapters; see `TrainingBackend.save_adapter`. Its time counts as weight sync. Collective."""
+        """Writes the adapters with `TrainingBackend.save_adapter`. Its time counts as weight sync. Collective."""
         started = time.time()
         try:
             return self.backend.save_adapter(directory, getattr(torch, dtype))
@@ -201,13 +201,13 @@ class Trainer:
             self._count_sync(started)
 
     def save_hf(self, directory: Path, origin: ModelOrigin) -> None:
-        """Writes the model and its `origin`; see `TrainingBackend.save_hf`. Collective."""
+        """Writes the model and its `origin` with `TrainingBackend.save_hf`. Collective."""
         self.backend.origin = origin
         self.backend.save_hf(directory)
         if self.rank == 0 and directory.is_dir():
             found = read_origin(directory)
             if found is None or replace(origin, weights=found.weights, files=found.files) != found:
-                write_origin(directory, origin)  # a user's backend has a `save_hf` of its own
+                write_origin(directory, origin)  # a user's backend may have its own `save_hf`
 
     def _count_sync(self, started: float) -> None:
         ended = time.time()
@@ -243,10 +243,10 @@ class Trainer:
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:
-    """Returns the device of a rank; `auto` prefers a GPU. Raises `ConfigError` for `cuda` without a GPU."""
+    """Returns the device of a rank. `auto` prefers a GPU. Raises `ConfigError` for `cuda` without a GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' is set, but torch finds no GPU: set device to 'auto' or 'cpu'")
-    # A Ray actor has only its own GPU in the list; without Ray, all ranks of a host have the same list.
+    # A Ray actor lists only its own GPU. Without Ray, all ranks of a host list the same GPUs.
     return torch.device("cuda", rank % torch.cuda.device_count())

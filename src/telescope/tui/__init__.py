@@ -1,1 +1,1 @@
-"""The terminal view of a run, over SSH for example. Reads through the modules of the dashboard and writes nothing."""
+"""Shows a run in a terminal, for example over SSH. Reads through the dashboard's modules and writes nothing."""

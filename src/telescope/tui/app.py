@@ -1,4 +1,4 @@
-"""The application: its pages and keys, and the poll for new rows.
+"""Defines the application: its pages, its keys, and the poll for new rows.
 
 Reading runs in threads, because a query may take a second over a slow disk. The visible page reads when it is
 opened, and again when the run has grown.
@@ -56,7 +56,7 @@ class RunApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(Tabs).can_focus = False  # their keys are 1 to 4
+        self.query_one(Tabs).can_focus = False  # the keys 1 to 4
         self.set_interval(LIVE_SECONDS, self.poll)
 
     @property
@@ -72,7 +72,7 @@ class RunApp(App[None]):
         self.query_one(TabbedContent).active = name
 
     def poll(self) -> None:
-        """Reads the page again if the run has grown, unless a read is in progress, which a slow disk may delay."""
+        """Reads the page again if the run has grown, unless a read is in progress (a slow disk may delay it)."""
         if not any(self.workers):
             self.read_grown()
 

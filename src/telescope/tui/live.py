@@ -1,7 +1,7 @@
-"""Shows the progress of commands: the overview of `telescope train`, the phase or a bar of others.
+"""Shows the progress of commands: an overview for `telescope train`, the phase or a progress bar for others.
 
-Each prints plain lines where stderr is no terminal. A view has its own thread, only reads, and can be stopped at any
-time without affecting the run.
+Without a terminal, each view prints plain lines to stderr. A view has its own thread, only reads, and can be stopped at
+any time without affecting the run.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.5
 READ_SECONDS = 2.0
-"""Time between two looks at the record, the time between two flushes of a run."""
+"""Time between two reads of the record, equal to the time between two flushes of a run."""
 MOST_COLUMNS = 130
 HINT = "Ctrl-C ends it cleanly"
 
@@ -44,7 +44,7 @@ def step_line(summary: StepSummary, num_steps: int) -> str:
 
 
 class PhaseView:
-    """Shows the phase of a command until `stop`: a redrawn line, or lines."""
+    """Shows the phase of a command until `stop`, on one redrawn line in a terminal and as lines elsewhere."""
 
     _says_messages = False
 
@@ -67,7 +67,7 @@ class PhaseView:
             self._thread = None
 
     def say(self, text: str) -> None:
-        """Prints one line, above a redrawn one."""
+        """Prints one line, above the redrawn line if there is one."""
         self._console.out(plain(text), highlight=False)
 
     def _redraw(self, status: RunStatus) -> None:
@@ -94,14 +94,14 @@ class PhaseView:
         while not stopping:
             stopping = self._stop.wait(REFRESH_SECONDS)
             phase = status.phase
-            history = status.history[num_steps:]  # read after the phase, so that it has all steps before it
+            history = status.history[num_steps:]  # read after the phase, so that it has all of the phase's steps
             num_steps += len(history)
             messages = [message for message in list(status.messages) if message not in said and self._says_messages]
             said.update(messages)
             show(history[0].phase if history else phase, *messages)
             for summary in history:
                 show(summary.phase, step_line(summary, status.num_steps))
-            if status.phase == phase:  # if it changed meanwhile, the next iteration prints the steps before it
+            if status.phase == phase:  # if it changed meanwhile, the next iteration first prints the earlier steps
                 show(phase)
 
 
@@ -123,7 +123,7 @@ def phases(what: str, notes: Iterable[str], again: str = "") -> Iterator[PhaseVi
 
 
 class LiveView(PhaseView):
-    """Shows the overview of a run that trains. `watch` returns the command that opens a folder in the dashboard."""
+    """Shows the overview of a training run. `watch` returns the command that opens a folder in the dashboard."""
 
     _says_messages = True
 
@@ -132,7 +132,7 @@ class LiveView(PhaseView):
         self._watch = watch
 
     def start(self, status: RunStatus) -> None:
-        """Starts showing `status`, and names the command that shows more."""
+        """Starts showing `status`. Without a terminal, prints the command that shows more."""
         if not self._console.is_terminal and (watch := self._watch(status.run_dir)):
             self.say(f"Watch it with {watch}")
         super().start(status)
@@ -151,12 +151,12 @@ class LiveView(PhaseView):
                 try:
                     if stopping or time.monotonic() >= due:
                         due = time.monotonic() + READ_SECONDS
-                        for run_id in registry.stores():  # none before the record has begun
+                        for run_id in registry.stores():  # none until the record has begun
                             found = read_overview(registry, run_id)
                     if found is not None:
                         width, height = min(self._console.width, MOST_COLUMNS), self._console.height
                         shown = draw({**found, "now": status.now()}, width, height)
-                except Exception as error:  # the run goes on without its view
+                except Exception as error:  # the run continues without its view
                     if repr(error) != problem:
                         problem = repr(error)
                         logger.info("the record of the run cannot be shown: %s", problem, exc_info=True)
@@ -169,12 +169,12 @@ class LiveView(PhaseView):
         return Group(Rule(title, align="left", style="dim"), safe(where, "dim"), Text(), shown, *notes)
 
 
-LINE_SECONDS = 5.0  # between two lines where there is no terminal
+LINE_SECONDS = 5.0  # between two lines without a terminal
 
 
 @contextmanager
 def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
-    """Yields a function that shows amount and total, over `per_unit`, and a note: as a bar, or as lines in a pipe."""
+    """Yields a function that shows an amount, a total (both divided by `per_unit`) and a note as a bar or as lines."""
     console = Console(stderr=True)
     amount = TextColumn("{task.completed:.4g}/{task.total:.4g}" + unit)
     columns = (TextColumn(name), BarColumn(), amount, TextColumn("{task.fields[note]}"), TimeRemainingColumn())

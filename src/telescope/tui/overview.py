@@ -1,6 +1,6 @@
-"""The overview of a run: what `telescope train` shows while it trains, and the first page of `telescope tui`.
+"""Draws the overview of a run for `telescope train` and for the first page of `telescope tui`.
 
-`read_overview` collects what is shown, with the functions of the dashboard's Overview, and `draw` renders it.
+`read_overview` collects the values with the functions of the dashboard's Overview, and `draw` renders them.
 """
 
 import time
@@ -26,22 +26,22 @@ SPARK_COLUMNS = 32
 OTHER_COLUMNS = 68
 """Columns of the health table besides the sparkline."""
 FIXED_LINES = 18
-"""Lines besides health, activities and alerts, which share the rest of a terminal."""
+"""Number of lines besides health, activities and alerts, which share the rest of a terminal."""
 NUM_RESOLVED = 8
-"""Resolved alerts and notices that are shown."""
+"""Number of resolved alerts and notices that are shown."""
 ATTENTION = "yellow"
 MOST_DRAWN = 1e300
-"""Magnitude from which a curve leaves a value out, so that the range of all stays finite."""
+"""A curve leaves out values of at least this magnitude, so that its range stays finite."""
 NEWEST = {
     "reward": rules.REWARD, "trained": rules.TRAINED_REWARD, "tokens/s": "performance/trained_tokens_per_second",
     "seconds": "timing_step_total",
 }  # fmt: skip
-"""Metrics of the newest step that are named with it."""
+"""Metrics of the newest step, by their shown names."""
 COUNTS = {
     "open_groups": "groups open", "finished_groups": "ready", "discarded_groups": "discarded",
     "masked_samples": "masked", "long_prompts": "prompts too long",
 }  # fmt: skip
-"""Counts of the rollouts in `now.json`, after `num_`."""
+"""Counts in `now.json` (without the prefix `num_`) and their shown names."""
 
 
 def read_overview(registry: Registry, run_id: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def read_overview(registry: Registry, run_id: str) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], width: int, height: int | None = None) -> RenderableType:
-    """Returns the overview, `width` columns wide. With `height`, lists are cut so that a terminal shows the start."""
+    """Returns the overview, `width` columns wide. With `height`, long lists are cut to fit a terminal."""
     health, now, about = found["health"], found["now"], found["about"]
     most = None if height is None else max(2, (height - FIXED_LINES) // 3)
     first, *rest = health["verdict"] or [{"text": ""}]
@@ -98,7 +98,7 @@ def _progress(progress: dict[str, Any], run: dict[str, Any], now: dict[str, Any]
 
 
 def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
-    """Returns a row of each eval and health cell: newest value, curve and words."""
+    """Returns a table with a row for each eval and health cell: newest value, curve and words."""
     columns = max(8, min(SPARK_COLUMNS, width - OTHER_COLUMNS))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name, side in (("", "left"), ("last 10 steps", "right"), ("", "left"), ("", "left"), ("", "left")):
@@ -110,7 +110,7 @@ def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
         line = curve([point.accuracy for point in points], columns) or ""
         table.add_row(Text(single_line(name), "bold"), f"{100 * points[-1].accuracy:.1f} %", "", line, between)
     cells = found["health"]["cells"]
-    if most is not None:  # the reward, then what needs attention
+    if most is not None:  # the reward first, then cells that need attention
         cells = sorted(cells, key=lambda cell: cell["name"] != "reward" and not cell["attention"])[:most]
     for cell in cells:
         style, mark = (ATTENTION, "! ") if cell["attention"] else ("", "")
@@ -123,7 +123,7 @@ def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
 
 
 def _activities(found: dict[str, Any], most: int | None) -> Table:
-    """Returns the newest step, and of a live run the rollouts in progress and what each component does."""
+    """Returns the newest step and, for a live run, the rollouts in progress and the activity of each component."""
     now = found["now"] if found["about"]["info"]["live"] else {}
     table = Table.grid(Column(style="dim", no_wrap=True), "", padding=(0, 2))
     if found["step"] is not None:
@@ -182,7 +182,7 @@ def _facts(about: dict[str, Any]) -> Table:
 
 
 def curve(values: Sequence[float], width: int, height: int = 1, color: str = "#5fd7e7") -> Sparkline[float] | None:
-    """Returns a curve of means, with straight lines over missing values. None without any finite value."""
+    """Returns a curve of means, with straight lines over missing values. None without finite values."""
     every = np.array(values, float)
     known = np.flatnonzero(np.abs(every) < MOST_DRAWN)
     if not len(known):

@@ -1,4 +1,4 @@
-"""The base class of the terminal view's pages, and all pages except rollouts."""
+"""Defines the base class of the terminal view's pages, and all pages except rollouts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from telescope.tui.app import RunApp
 
 FIRST = (rules.REWARD, rules.TRAINED_REWARD, rules.ENTROPY, rules.GRAD_NORM, rules.KL, rules.LENGTH)
-"""Metrics at the head of the list."""
+"""Metrics at the top of the list."""
 COLORS = ("#5fd7e7", "#d7af5f", "#87d787", "#d787d7")
 MIN_PLOT_LINES = 8
 LABEL_COLUMNS = 10
 NUM_LINES, MOST_LINES = 500, 5000
-"""Newest lines that are read at first, and lines that are kept."""
+"""Number of newest lines that are read at first, and number of lines that are kept."""
 LEVELS = ("", "INFO", "WARNING", "ERROR")
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 COMPONENT = "component="
 
 
 class Page(TabPane):
-    """A page of a run. `read` runs in a thread, `show` gets what it returned."""
+    """A page of a run. `read` runs in a thread, and `show` gets its result."""
 
     FIRST: ClassVar[str]
-    """Selector of the widget in which the keys of the page work."""
+    """Selector of the widget that the page's keys control."""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "move('down')", show=False),
         Binding("k", "move('up')", show=False),
@@ -52,14 +52,14 @@ class Page(TabPane):
     ]
 
     filter = ""
-    """What was entered to choose rows."""
+    """The entered filter."""
 
     @property
     def view(self) -> RunApp:
         return cast("RunApp", self.app)
 
     def read(self) -> Any:
-        """Returns what the page shows. Runs in a thread; must not touch widgets."""
+        """Returns the data of the page. Runs in a thread, so it must not touch widgets."""
         raise NotImplementedError
 
     def show(self, found: Any) -> None:
@@ -70,18 +70,18 @@ class Page(TabPane):
         self.in_thread(self.read, self.show, "read")
 
     def read_anew(self) -> None:
-        """Reads from the start: filter or order is another one."""
+        """Reads from the start, because filter or order has changed."""
         self.refresh_data()
 
     @on(Input.Submitted)
     def submitted(self, event: Input.Submitted) -> None:
-        """Reads what the filter chooses."""
+        """Applies the entered filter."""
         self.filter = event.value
         self.action_focus_first()
         self.read_anew()
 
     def in_thread(self, read: Callable[[], Any], show: Callable[[Any], None], group: str) -> None:
-        """Calls `read` in a thread and then `show` with its result. Of one group, only the newest is shown."""
+        """Calls `read` in a thread, then `show` with its result. In a group, a newer call replaces an older one."""
 
         async def run() -> None:
             try:
@@ -90,14 +90,14 @@ class Page(TabPane):
                 self.app.clear_notifications()
                 self.notify(single_line(str(error)), severity="warning", markup=False)
                 return
-            if self.view.is_running:  # the application may have ended, and its widgets with it
+            if self.view.is_running:  # the application may have ended, and its widgets are gone then
                 show(found)
 
         # Not `run()`: a worker that is replaced before it starts would leave a coroutine that is never awaited.
         self.run_worker(run, exclusive=True, group=f"{self.id} {group}")  # type: ignore[arg-type]
 
     def action_focus_first(self) -> None:
-        """Moves the focus to where the keys of the page work."""
+        """Moves the focus to the widget that the page's keys control."""
         self.query_one(self.FIRST).focus()
 
     def action_filter(self) -> None:
@@ -112,13 +112,13 @@ class Page(TabPane):
 
 
 def next_of(values: Iterable[str], value: str) -> str:
-    """Returns the value behind one, and behind the last the first."""
+    """Returns the value that follows `value`, and the first after the last."""
     every = list(values)
     return every[(every.index(value) + 1) % len(every)]
 
 
 class OverviewPage(Page):
-    """Shows whether the run is healthy, its progress, and what it does."""
+    """Shows the run's health, progress and current activity."""
 
     FIRST = "VerticalScroll"
 
@@ -134,7 +134,7 @@ class OverviewPage(Page):
 
 
 class MetricsPage(Page):
-    """A list of metrics at the left, plots at the right."""
+    """Shows a list of metrics on the left and plots on the right."""
 
     FIRST = "#metric-list"
     DEFAULT_CSS = """
@@ -188,7 +188,7 @@ class MetricsPage(Page):
         self.draw()
 
     def action_pin(self) -> None:
-        """Pins the plot of the current metric, or unpins it."""
+        """Pins or unpins the plot of the current metric."""
         (self.kept.remove if self.current in self.kept else self.kept.append)(self.current)
         self.draw()
 
@@ -196,7 +196,7 @@ class MetricsPage(Page):
         self.draw()
 
     def draw(self) -> None:
-        """Draws the kept plots and the current one, which share the height."""
+        """Draws the pinned plots and the current one, which share the height."""
         chosen = [name for name in dict.fromkeys((*self.kept, self.current)) if name in self.metrics]
         area = self.query_one("#plots", Static)
         width, height = max(30, area.size.width - 2), max(MIN_PLOT_LINES + 2, area.size.height)
@@ -212,7 +212,7 @@ class MetricsPage(Page):
 
 
 def plot(values: Sequence[float], steps: Sequence[int], width: int, height: int, color: str = COLORS[0]) -> Group:
-    """Returns a curve of `width` x `height` characters, with its largest and smallest value and its steps."""
+    """Returns a curve of `width` x `height` characters, with its extreme values and its steps."""
     columns = width - LABEL_COLUMNS - 1
     line = curve(values, columns, height - 1, color)
     if line is None:
@@ -224,7 +224,7 @@ def plot(values: Sequence[float], steps: Sequence[int], width: int, height: int,
 
 
 class LogsPage(Page):
-    """The lines of all processes of a run."""
+    """Shows the log lines of all processes of a run."""
 
     FIRST = "RichLog"
     DEFAULT_CSS = """
@@ -243,7 +243,7 @@ class LogsPage(Page):
         yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
 
     def read(self) -> dict[str, Any]:
-        """Returns the newest lines at first, then only new ones."""
+        """Returns the newest lines in the first call, and new lines in later calls."""
         asked = (self.level, self.filter)
         components = [word for word in asked[1].split() if word.startswith(COMPONENT)]
         component = components[0].removeprefix(COMPONENT) if components else ""

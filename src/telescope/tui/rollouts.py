@@ -1,4 +1,4 @@
-"""Samples: a list with a filter, and the conversation of one."""
+"""Shows a filtered list of samples, and the conversation of the selected sample."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -27,25 +27,25 @@ COLUMNS = {
     "step": "step", "reward": "reward", "tokens": "completion_tokens", "status": "status", "adv.": "advantage",
     "environment": "environment", "sample": "sample_id",
 }  # fmt: skip
-"""Columns of the table by title. A narrow one shows the first; the arrows show the others."""
+"""Columns of the table by title. A narrow table shows the first columns; the arrow keys scroll to the others."""
 
 ORDERS = {
     "-step": "newest first", "-reward": "highest reward first", "reward": "lowest reward first",
     "-completion_tokens": "longest first",
 }  # fmt: skip
 KINDS = {"training": "kept,discarded,masked,cancelled", "eval": "eval", "": ""}
-"""Which samples are shown, and their statuses. The evals of a step are often more than its training samples."""
+"""Kinds of samples, and their statuses. A step often has more eval samples than training samples."""
 
 INDENT = 4
-"""Columns by which a conversation stands right of the one that it leaves."""
+"""Columns by which a branch is indented relative to the conversation that it leaves."""
 
 ROLES = {"system": "dim", "user": "bold cyan", "assistant": "bold green", "tool": "bold yellow"}
 
 
 def parse_filter(text: str) -> Filters:
-    """Reads a filter: `step=40..50 status=kept reward=0..0.5 some words`. What names no column is searched for.
+    """Parses a filter like `step=40..50 status=kept reward=0..0.5 some words`. Searches for words without a column.
 
-    Raises `UserError` for a step that is no number or range.
+    Raises `UserError` for a step that is neither a number nor a range.
     """
     words, facets, ranges = list[str](), dict[str, Any](), list[str]()
     steps: list[int | None] = [None, None]
@@ -69,7 +69,7 @@ def parse_filter(text: str) -> Filters:
 
 
 class RolloutsPage(Page):
-    """A table of samples, and the selected conversation."""
+    """Shows a table of samples, and the selected conversation."""
 
     FIRST = "#samples"
     DEFAULT_CSS = """
@@ -99,16 +99,16 @@ class RolloutsPage(Page):
                 yield Static(id="sample", markup=False)
 
     def read(self) -> dict[str, Any]:
-        """Returns the first samples of the filter. Raises `UserError` for a wrong one."""
+        """Returns the first samples that pass the filter. Raises `UserError` for an invalid filter."""
         given = parse_filter(self.filter).model_dump()
         if self._shown_kind:
             given["status"] = KINDS[self._shown_kind]
         return samples(self.view.store, SampleQuery(**given, sort=self._order, limit=NUM_ROWS, facets=False))
 
     def show(self, found: dict[str, Any]) -> None:
-        """Fills the table. The cursor stays on its sample."""
+        """Fills the table and keeps the cursor on its sample."""
         table = self.query_one(DataTable)
-        chosen = self._chosen  # before the rows change, because the table then moves its cursor to the first row
+        chosen = self._chosen  # saved before the rows change, because the table then moves its cursor to the first row
         self._rows = found["rows"]
         if not table.columns:
             table.add_columns(*COLUMNS)
@@ -126,7 +126,7 @@ class RolloutsPage(Page):
 
     @property
     def _shown_kind(self) -> str:
-        """The kind, unless the filter chooses."""
+        """The chosen kind, or "" if the filter selects by status or eval."""
         chooses = any(word.startswith(("status=", "eval_name=")) for word in self.filter.split())
         return "" if chooses else self._kind
 
@@ -145,12 +145,12 @@ class RolloutsPage(Page):
         self.read_anew()
 
     def action_kind(self) -> None:
-        """Takes the next kind: training, evals, both."""
+        """Switches to the next kind: training, evals, both."""
         self._kind = next_of(KINDS, self._kind)
         self.read_anew()
 
     def action_follow(self) -> None:
-        """Goes to the newest sample."""
+        """Moves to the newest sample."""
         self._order = next(iter(ORDERS))
         self.read_anew()
 
@@ -164,7 +164,7 @@ class RolloutsPage(Page):
 
 
 def _cells(row: dict[str, Any]) -> list[Text]:
-    """Returns the cells of `COLUMNS`: texts left-aligned, numbers right-aligned."""
+    """Returns a cell for each of `COLUMNS`, with texts left-aligned and numbers right-aligned."""
     return [
         Text(single_line(row[name])) if name in TEXTS else Text(number(row[name], 3), justify="right")
         for name in COLUMNS.values()
@@ -172,7 +172,7 @@ def _cells(row: dict[str, Any]) -> list[Text]:
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:
-    """Returns a sample: its numbers, prompt, turns with tool calls, and gold answers."""
+    """Renders a sample: its numbers, prompt, turns with tool calls, and gold answers."""
     numbers = {
         "reward": number(sample["reward"]), "advantage": number(sample["advantage"]),
         "tokens": number(sample["completion_tokens"]), "stopped by": single_line(sample["stop_reason"]),
@@ -189,7 +189,7 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
         parts += [Text(), Text(single_line(message["role"]), ROLES.get(message["role"], "bold"))]
         parts.append(safe(message.get("content")))
     said: dict[int, list[RenderableType]] = {}
-    """What is shown of each turn."""
+    """The rendered lines of each turn."""
     answers = 0
     for turn in sample["turns"]:
         role = turn["role"] or ""

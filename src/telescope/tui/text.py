@@ -1,4 +1,4 @@
-"""Texts and numbers of a run for a terminal, without control sequences or markup."""
+"""Formats texts and numbers of a run for a terminal, without control sequences or markup."""
 
 import math
 from datetime import timedelta
@@ -9,11 +9,11 @@ from rich.text import Text
 from telescope.utils.text import plain
 
 LONGEST = 20_000
-"""Characters of a text that are shown; a terminal lays out all of them."""
+"""Characters of a text that are shown. A terminal lays out all of them."""
 
 
 def safe(text: str | None, style: str = "") -> Text:
-    """Returns untrusted text as it can be shown. A long one is cut, and says so."""
+    """Returns untrusted text in a form that can be shown. A long text is cut, with a note."""
     text = text or ""
     made = Text(plain(text[:LONGEST]), style=style)
     return made.append(f"\n({len(text) - LONGEST:,} more characters)", "dim") if len(text) > LONGEST else made

@@ -1,7 +1,7 @@
-"""Addresses of the API, a file for each subject.
+"""Defines the addresses of the API, with a file for each subject.
 
-An address checks its parameters and returns what a module of `telescope.dashboard` computes. A run is named by an id
-that the registry knows; no parameter becomes a path.
+An address checks its parameters and returns what a module of `telescope.dashboard` computes. Runs are named by ids that
+the registry knows, so no parameter becomes a path.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LARGEST = 2**63 - 1
 """Largest integer of a column."""
 
 MOST_PARAMETERS = 120
-"""Parameters of a request. Each range becomes a condition: DuckDB plans 100 in 1.5 s, and 1,500 in minutes."""
+"""Most parameters of a request. Each range becomes a condition: DuckDB plans 100 in 1.5 s, and 1,500 in minutes."""
 
 MOST_VALUES = 1000
-"""Values in a list of a parameter, for the same reason."""
+"""Most values of a list parameter, for the same reason."""
 
 Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Row = Annotated[int, Query(ge=0, le=LARGEST)]
@@ -45,18 +45,18 @@ Runs = Annotated[Registry, Depends(_registry)]
 """All runs that the server shows."""
 
 Store = Annotated[RunStore, Depends(_store)]
-"""The run that the address names. An unknown one is answered with 404."""
+"""The run that the address names. The response for an unknown run is 404."""
 
 
 def check_parameters(request: Request) -> None:
-    """Refuses too many parameters, and those that the address does not have: ignored, a filter would select all."""
+    """Refuses too many parameters, and unknown parameters: if they were ignored, a wrong filter would select all."""
     given = request.query_params.multi_items()
     longest = max((value.count(",") + 1 for _, value in given), default=0)
     for count, limit, what in ((len(given), MOST_PARAMETERS, "parameters"), (longest, MOST_VALUES, "values in a list")):
         if count > limit:
             raise HTTPException(400, f"The request has {count:,} {what}. At most {limit:,} are possible.")
     dependant = get_flat_dependant(request.scope["route"].dependant)
-    # Parameters of an address are its own, or the fields of a model.
+    # The parameters are those of the function, or the fields of a model.
     models = [getattr(one.field_info.annotation, "model_fields", (one.alias,)) for one in dependant.query_params]
     known = [name for names in models for name in names]
     for name in request.query_params:
@@ -65,7 +65,7 @@ def check_parameters(request: Request) -> None:
 
 
 class Reply(Response):
-    """A JSON answer. NaN and infinity are null. Has an ETag, so that an unchanged answer is sent once."""
+    """A JSON response. NaN and infinity are null. Has an ETag, so that an unchanged response is sent once."""
 
     media_type = "application/json"
 

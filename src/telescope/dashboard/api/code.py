@@ -1,4 +1,4 @@
-"""Addresses of the code that runs started with."""
+"""Defines addresses for the code that runs started with."""
 
 from fastapi import APIRouter, Request
 

@@ -1,4 +1,4 @@
-"""Addresses of runs: the list, one run, its steps and health, events, comparison."""
+"""Defines addresses for runs: the list, one run, its steps and health, events, comparison."""
 
 import re
 from typing import Annotated
@@ -94,14 +94,14 @@ def events(
     request: Request, registry: Runs, run: Annotated[list[str], Query(min_length=1, max_length=100)]
 ) -> Response:
     stores = registry.stores()
-    # A page may name a run that is gone beside one that is there.
+    # A page may name a removed run beside an existing one.
     found = {run_id: stores[run_id].run for run_id in run if run_id in stores}
     if not found:
         registry.store(run[0])
 
     async def is_gone() -> bool:
         for copy in copies.values():
-            copy.open()  # a page looks at it: keep it up to date
+            copy.open()  # a page shows the copy, so it is kept up to date
         return await request.is_disconnected()
 
     copies = {name: copy for name, run in found.items() if (copy := registry.copy_in(run.files.run_dir)) is not None}

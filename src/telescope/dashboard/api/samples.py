@@ -1,4 +1,4 @@
-"""Addresses of samples: groups, search, one sample, distributions, evals."""
+"""Defines addresses for samples: groups, search, one sample, distributions, evals."""
 
 import re
 from typing import Annotated

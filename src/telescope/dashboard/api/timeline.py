@@ -1,4 +1,4 @@
-"""Addresses of ranges of time: spans, gauges, log lines."""
+"""Defines addresses for ranges of time: spans, gauges, log lines."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Addresses of what the user keeps: the only ones that change something, in the user's config folder."""
+"""Defines addresses for the user's documents. Only these change something, in the user's config folder."""
 
 import json
 from typing import Annotated
@@ -24,7 +24,7 @@ def _documents(request: Request) -> Documents:
 
 
 def _run_id(registry: Runs, run: Annotated[str, OPENED] = "") -> str:
-    """Returns the id that a run keeps when its folder moves."""
+    """Returns the permanent id of a run, which stays when its folder moves."""
     if not run:
         return ""
     opened = registry.find(run).run
@@ -51,7 +51,7 @@ async def write_document(request: Request, kept: Kept, run_id: RunId, name: str)
             raise HTTPException(413, f"A document has at most {MAX_BYTES} bytes.")
     try:
         given = Document.model_validate(json.loads(bytes(body)))
-        # Python reads NaN and halves of surrogate pairs, which no answer can hold.
+        # Python reads NaN and lone surrogates, which a response cannot contain.
         json.dumps(given.value, allow_nan=False, ensure_ascii=False).encode()
     except ValidationError as error:
         raise HTTPException(400, NOT_A_DOCUMENT) from error

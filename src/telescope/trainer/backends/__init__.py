@@ -1,10 +1,10 @@
-"""Training backends: their interface, and the lookup of their class.
+"""Defines the interface of training backends, and looks up their class.
 
 The worker calls a backend and users subclass it (`train_backend: "my_package.my_module:MyBackend"`). It owns the model,
-its sharding, the optimizer, and the collectives between its ranks. A subclass may implement a part: missing methods,
-and `super()` calls, are those of the FSDP backend. A backend that shards the model in another way derives from
-`telescope.trainer.step.RLBackend`, which has the RL step. Invariant: methods marked collective are called on all ranks
-in the same order, by one queue in the driver.
+its sharding, the optimizer, and the collectives between its ranks. A subclass may implement only some methods: it
+inherits missing methods and `super()` from the FSDP backend. A backend that shards the model in another way derives
+from `telescope.trainer.step.RLBackend`, which has the RL step. Invariant: one queue in the driver calls methods marked
+collective on all ranks in the same order.
 """
 
 import importlib
@@ -30,11 +30,11 @@ class TrainingBackend(ABC):
     """One rank of the trainer. The process group exists before the backend."""
 
     compiles: bool = False
-    """Set by `init`: whether `warm_up` must compile something. Equal on all ranks."""
+    """Whether `warm_up` must compile something. Set by `init`, and equal on all ranks."""
     store_address: tuple[str, int] = ("", 0)
-    """Host and port of the `TCPStore` through which the ranks found each other. Set before `init`."""
+    """Host and port of the `TCPStore` with which the ranks found each other. Set before `init`."""
     origin: ModelOrigin | None = None
-    """Run and step of the weights, which `save_hf` writes beside them. Set before it."""
+    """Run and step of the weights, which `save_hf` writes beside them. Set before `save_hf`."""
 
     def __init__(self, config: Any, rank: int, world_size: int, device: torch.device) -> None:
         self.config = config
@@ -44,7 +44,7 @@ class TrainingBackend(ABC):
 
     @property
     def layout(self) -> Layout:
-        """This rank's place among all ranks, after `init`. By default every rank trains rows of its own."""
+        """This rank's place among all ranks, after `init`. By default every rank trains its own rows."""
         return Layout(self.rank, self.world_size)
 
     @abstractmethod
@@ -70,19 +70,19 @@ class TrainingBackend(ABC):
     def finish_checkpoint(self) -> None:  # noqa: B027  # a subclass that saves at once needs nothing here
         """Waits until the files of the last `save_checkpoint` are complete. Raises `OSError` if they cannot be.
 
-        Called in another thread, while this rank trains on. By default `save_checkpoint` has written them.
+        Called in another thread while this rank trains on. By default, `save_checkpoint` has already written the files.
         """
 
     @abstractmethod
     def load_checkpoint(self, step: int, directory: Path) -> None:
-        """Loads a checkpoint of `save_checkpoint`, with any number of ranks. Collective."""
+        """Loads a checkpoint that any number of ranks wrote with `save_checkpoint`. Collective."""
 
     @abstractmethod
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields full tensors with their Hugging Face names, on this rank's device. Collective.
 
-        Every rank must drain it; the order is the same on all. A tied tensor is yielded once. In `dtype`, by default as
-        stored. On a rank that sends no weights (`layout`), only names and shapes have to be right.
+        Every rank must drain it; the order is the same on all. A tied tensor is yielded once. `dtype` defaults to the
+        stored dtype. On a rank that sends no weights (`layout`), only names and shapes must be correct.
         """
 
     @abstractmethod
@@ -101,9 +101,9 @@ class TrainingBackend(ABC):
         """
 
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
-        """Writes the adapters in peft's format, on rank 0. Collective. Their dtype is `dtype`, or as stored.
+        """Writes the adapters in peft's format on rank 0. Collective. `dtype` defaults to the stored dtype.
 
-        Returns the bytes of the weights, on rank 0. Raises `OSError` there.
+        Returns the bytes of the weights on rank 0. Raises `OSError` there.
         """
         raise NotImplementedError(f"{type(self).__name__} has no adapters: set lora_rank to 0")
 
@@ -114,31 +114,31 @@ class TrainingBackend(ABC):
     def take_tokens(self) -> list[SampleTokens]:
         """Returns the recorded tokens that this rank trained since the last call.
 
-        Those of the samples in `trainer_data["recorded"]`. A backend need not keep any.
+        They belong to the samples in `trainer_data["recorded"]`. A backend need not keep any.
         """
         return []
 
     def warm_up(self) -> None:
         """Compiles training steps by passes over an arbitrary row. Collective.
 
-        Called after `init` if that set `compiles`. Changes no weights, gradients, optimizer state or random numbers.
+        Called after `init` if `compiles` is set. Changes no weights, gradients, optimizer state or random numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} sets `compiles` but has no `warm_up`")
 
     def close(self) -> None:  # noqa: B027  # most subclasses start nothing
-        """Ends what the backend has started besides this process."""
+        """Ends what the backend has started outside this process."""
 
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, tied ones once."""
+        """Number of parameters of the whole model, with tied ones counted once."""
 
 
 def find_backend(name: str) -> type[TrainingBackend]:
     """Returns the class of `train_backend`: a built-in name or `package.module:Class`.
 
-    A subclass of `TrainingBackend` with abstract methods inherits them, and its `super()`, from the FSDP backend.
-    Raises `ConfigError` if there is no such class, or if it is not a backend.
+    A subclass of `TrainingBackend` with abstract methods inherits them, and `super()`, from the FSDP backend. Raises
+    `ConfigError` if the class does not exist or is no backend.
     """
     if name == "fsdp":
         from telescope.trainer.backends.fsdp.backend import FSDPBackend
@@ -159,7 +159,7 @@ def find_backend(name: str) -> type[TrainingBackend]:
             "start the run in that folder"
         ) from error
     except Exception as error:
-        # The user's module may raise anything while it is imported.
+        # The user's module may raise anything during its import.
         raise ConfigError(f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, class_name):
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over all ranks."""
+"""Shards parameters, gradients and optimizer state over all ranks with FSDP2."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FSDPBackend":  # imported when it is used: it needs torch
+    if name == "FSDPBackend":  # imported when used, because it needs torch
         from telescope.trainer.backends.fsdp.backend import FSDPBackend
 
         return FSDPBackend

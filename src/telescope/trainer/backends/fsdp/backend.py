@@ -1,10 +1,10 @@
-"""The FSDP2 backend: each rank has a shard of every weight.
+"""Implements the FSDP2 backend, in which each rank has a shard of every weight.
 
-With `fsdp_context_parallel_size` C, each C neighbors share the rows of one data-parallel rank (`sequence_exchange`).
-Weights are sharded over all ranks, and gradients summed over all of them.
+With `fsdp_context_parallel_size` C, every C neighbors share the rows of one data-parallel rank (`sequence_exchange`).
+Weights are sharded over all ranks, and gradients are summed over all ranks.
 
-Owns the passes over this rank's micro-batches, the global gradient norm, the clipped update, and what is gathered when.
-The RL step is `trainer.step`.
+Owns the passes over this rank's micro-batches, the global gradient norm, the clipped update, and the order of
+gathering. The RL step is in `trainer.step`.
 
 Invariants: the host waits for the device at most twice per optimizer step, never between forward and backward. Every
 backward pass reduces its gradients into shards, so that no full gradient exists between micro-batches.
@@ -66,8 +66,8 @@ class FSDPBackend(RLBackend):
         self.routers = ReplayedRouters(self.policy.layers, self.replay) if self.replay is not None else None
         self.compiles = sharding.compiles_blocks(config, self.policy, self.device)
         self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        """What is trained: with LoRA the adapters alone."""
-        # Weight decay is for matrices; norms and biases should not be pulled to 0.
+        """Trained parameters, which with LoRA are only the adapters."""
+        # Weight decay is only for matrices; norms and biases should not be pulled to 0.
         groups = [
             {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -81,7 +81,7 @@ class FSDPBackend(RLBackend):
             self._prepare_checkpoints()
 
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
-        """Raises `UserError` for sizes that ranks cannot share. They may be unknown before the start."""
+        """Raises `UserError` if ranks cannot share the heads, whose number may be unknown before the start."""
         model = self.hf_config.get_text_config()
         num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
@@ -96,7 +96,7 @@ class FSDPBackend(RLBackend):
 
     @functools.cached_property
     def context(self) -> ContextGroup | None:
-        """The ranks that share this rank's rows. Collective at first. Kept when the weights are loaded again."""
+        """The ranks that share this rank's rows. Its first access is collective. Kept when weights are loaded again."""
         size = self.config.fsdp_context_parallel_size
         if size == 1:
             return None
@@ -107,7 +107,7 @@ class FSDPBackend(RLBackend):
         on_gpu = self.device.type == "cuda"
         sharding.stay_gathered(self.policy, False)
         row = warm_up_row(self.config.seq_len, self.config.pad_to_multiple_of, self.policy.head.weight.shape[0])
-        # Without a loss: a user's algorithm may count its calls.
+        # Without a loss, because a user's algorithm may count its calls.
         with torch.random.fork_rng([self.device] if on_gpu else []):
             logp_N, entropy_N = self._forward(row, self.config.temperature, self._unmeasured())
             (logp_N.sum() + entropy_N.sum()).backward()
@@ -132,7 +132,7 @@ class FSDPBackend(RLBackend):
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Activates the adapters' dropout. Its random numbers follow from seed, rank and update."""
+        """Activates the adapters' dropout. Its random numbers depend only on seed, rank and update."""
         if not (self.config.lora_rank and self.config.lora_dropout):
             yield
             return
@@ -158,7 +158,7 @@ class FSDPBackend(RLBackend):
     def _forward(
         self, micro_batch: MicroBatch, temperature: float, timeline: Timeline, index: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes logprob and entropy, each [N], of a row's trained tokens."""
+        """Computes logprob and entropy of a row's trained tokens, each [N]."""
         with timeline.span("data_to_device", index):
             row = model_input(micro_batch, self.device, self.kernel, self.context)
         if self.routers is not None:
@@ -180,7 +180,7 @@ class FSDPBackend(RLBackend):
         with timeline.span("optimizer"):
             if not math.isfinite(norm):
                 return norm
-            bound = self.config.grad_clip or math.inf  # 0 switches clipping off
+            bound = self.config.grad_clip or math.inf  # 0 disables clipping
             clip = min(1.0, bound / (norm + CLIP_EPSILON))
             torch._foreach_mul_(gradients, clip / divisor)
             for group in self.optimizer.param_groups:
@@ -200,7 +200,7 @@ class FSDPBackend(RLBackend):
         return [shard for shard in shards if shard.numel() > 0]
 
     def gradient_norm(self, local_gradients: list[torch.Tensor]) -> float:
-        """Computes the L2 norm over all parameters of all ranks. Collective; waits for the device."""
+        """Computes the L2 norm over all parameters of all ranks. Collective. Waits for the device."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if local_gradients:
             squares += torch.stack(torch._foreach_norm(local_gradients)).double().square().sum()
@@ -209,7 +209,7 @@ class FSDPBackend(RLBackend):
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        # Shards are cast before gathering: half the bytes and half the memory.
+        # Shards are cast before gathering, for half the bytes and half the memory.
         named = self._named_tensors()
         if self.config.lora_rank:
             named = sharding.merged_tensors(named, self.policy, dtype)
@@ -244,7 +244,7 @@ class FSDPBackend(RLBackend):
 
     @functools.cached_property
     def saver(self) -> BackgroundSaver:
-        """Writes checkpoints; kept when the weights are loaded again."""
+        """Writes checkpoints. Kept when the weights are loaded again."""
         return BackgroundSaver(self.device, self.store_address)
 
     @property
@@ -252,14 +252,14 @@ class FSDPBackend(RLBackend):
         return self.policy.causal_lm.config
 
     def _prepare_checkpoints(self) -> None:
-        """Starts the writer and allocates the copy, so that the first checkpoint does not pause training for it."""
+        """Starts the writer and allocates the copy, so that the first checkpoint does not pause training for this."""
         saver, state = self.saver, self._saved_state()
-        # torch made the state of the new optimizer by a step without gradients and learning rate, and counted it.
+        # torch has created the new optimizer's state with a step without gradients and learning rate, and counted it.
         for values in self.optimizer.state.values():
             values["step"].zero_()
         try:
             saver.prepare(state)
-        except OSError as error:  # each checkpoint will fail for this reason, and the run continues
+        except OSError as error:  # each checkpoint will fail for this reason, but the run continues
             logger.warning("checkpoints will fail: %s", error)
 
     def _saved_state(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Checkpoints of the FSDP backend: sharded state, written in the background.
+"""Writes the FSDP backend's sharded state to checkpoints in the background, and loads them.
 
-Owns the format, that of `torch.distributed.checkpoint` (DCP), which loads on any number of ranks. A save copies the
-shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training pauses
-for the copy only; the second process (`checkpoint_writer`) then writes the files.
+Owns the format, which is `torch.distributed.checkpoint` (DCP) and loads on any number of ranks. A save copies the
+shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training pauses for
+the copy only; the second process (`checkpoint_writer`) then writes the files.
 
 Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
 """
@@ -24,14 +24,14 @@ from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_i
 from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""Keys of the saved state. A checkpoint without training state has the first only."""
+"""Keys of the saved state. A checkpoint without training state has only the first."""
 
 
 class BackgroundSaver:
-    """The saves of one rank. Make it once, on all ranks: the memory of the copy and the writer are kept."""
+    """Saves the checkpoints of one rank. Create it once, on all ranks: it keeps the writer and the copy's memory."""
 
     def __init__(self, device: torch.device, store: tuple[str, int]) -> None:
-        """`store` is host and port of the ranks' store."""
+        """Prepares the writer. `store` is host and port of the ranks' store."""
         self._copies = SharedCopies(device)
         self._num_writers = 0
         self._make_writer: Callable[[], CheckpointWriter] = lambda: CheckpointWriter(
@@ -41,13 +41,13 @@ class BackgroundSaver:
         self._is_writing = False
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Allocates the memory of the copies, which takes longer than a copy. Raises `OSError` if there is none."""
+        """Allocates the memory of the copies, which takes longer than a copy. Raises `OSError` if it fails."""
         self._copies.copy(state)
 
     def start(self, state: dict[str, Any], directory: Path) -> None:
-        """Copies `state` and starts to write it. Collective. The last save must have been waited for.
+        """Copies `state` and starts to write it. Collective. Call `wait` for the last save first.
 
-        Raises `OSError` on every rank if one has no memory for the copy: then none writes.
+        If one rank has no memory for the copy, none writes, and all raise `OSError`.
         """
         assert not self._is_writing, "the last checkpoint is still being written"
         if not _on_all_ranks(self._writer.is_alive):
@@ -86,9 +86,9 @@ def _on_all_ranks(holds: bool) -> bool:
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns the trained weights by their names in the model. Collective. With an optimizer, its state too.
+    """Returns the trained weights by their names in the model, and the optimizer's state if there is one. Collective.
 
-    Frozen weights (of a model with adapters) are left out: they are those of the model that the run started from.
+    Omits frozen weights (of a model with adapters), because the run's first model has them.
     """
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if optimizer is None:
@@ -123,9 +123,9 @@ def missing_files(directory: Path, train_backend: str) -> list[str]:
 
 
 def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Loads a checkpoint, saved by any number of ranks. Collective.
+    """Loads a checkpoint that any number of ranks saved. Collective.
 
-    Settings of the optimizer stay those of the config. Its state too, if the checkpoint has none.
+    The optimizer keeps the settings of the config. It also keeps its state if the checkpoint has none.
     """
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     has_optimizer = any(name.startswith(f"{OPTIMIZER}.") for name in saved)
@@ -140,11 +140,11 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 READ_BYTES = 256 << 20
-"""Weights that are read at a time; a larger tensor alone."""
+"""Bytes of weights that are read at a time. A larger tensor is read alone."""
 
 
 def saved_weights(directory: Path) -> list[TensorMeta]:
-    """Returns the weights of a checkpoint by their names in the model. Raises `RunError` for a damaged one."""
+    """Returns the metadata of a checkpoint's weights by their names in the model. Raises `RunError` for damage."""
     try:
         saved = read_index(directory).state_dict_metadata
     except (OSError, ValueError) as error:
@@ -161,7 +161,7 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields whole tensors in the order of `metas`, without a process group.
 
-    Memory holds `read_bytes` of them, or the largest. Raises `RunError` for a damaged checkpoint.
+    Memory holds `read_bytes`, or the largest tensor. Raises `RunError` for a damaged checkpoint.
     """
     waiting = list(metas)
     while waiting:
@@ -174,7 +174,7 @@ def read_weights(
             num_bytes += state[key].nbytes
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                warnings.simplefilter("ignore", UserWarning)  # "there is no process group"
                 dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
         except dcp.CheckpointException as error:
             reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))

@@ -1,9 +1,9 @@
-"""Process that writes the checkpoints of a rank while the rank trains.
+"""Writes the checkpoints of a rank in a separate process while the rank trains.
 
     rank  --pipe: copied shards, in shared memory-->  writer  --collectives (gloo)-->  writers of the other ranks
 
 The writers of all ranks form a separate process group, initialized through the ranks' store. Owns the process and its
-group, not the format (`checkpoint`). Invariants: a writer handles one request at a time and answers every one. A writer
+group, not the format (`checkpoint`). Invariants: a writer handles one request at a time and replies to each. A writer
 whose group is broken exits, so that all ranks start new ones together (`CheckpointWriter.is_alive`).
 """
 
@@ -23,26 +23,26 @@ import torch.multiprocessing
 from telescope.utils.process import ignore_sigterm
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
-"""Limit for one collective of the writers: the slowest disk may be that much slower than the fastest."""
+"""Limit for one collective of the writers. The slowest disk may take this much longer than the fastest."""
 
 STOP_SECONDS = 5.0
 
 START_METHOD = "spawn"
-"""A fork would copy the rank's locks and its CUDA context, which do not work in another process."""
+"""A fork would copy the rank's locks and CUDA context, which do not work in another process."""
 
 
 class CheckpointWriter:
-    """The writer of one rank. It starts in the background: the first request waits for it."""
+    """The writer of one rank. It starts in the background, so only the first request waits for it."""
 
     def __init__(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
-        """`store` is host and port of the ranks' store. `generation` numbers the groups of writers."""
-        context: Any = torch.multiprocessing.get_context(START_METHOD)  # typed by the name of the method
+        """Starts the process. `store` is host and port of the ranks' store, `generation` numbers their groups."""
+        context: Any = torch.multiprocessing.get_context(START_METHOD)  # the name of the method determines its type
         self._pipe, child = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child, store, generation, rank, world_size), name=f"checkpoints {rank}", daemon=True
         )
         self._process.start()
-        child.close()  # so that the end of the process ends `receive`
+        child.close()  # so that `receive` ends when the process ends
 
     @property
     def is_alive(self) -> bool:
@@ -54,7 +54,7 @@ class CheckpointWriter:
         return self._process.pid
 
     def begin(self, state: dict[str, Any], directory: Path) -> None:
-        """Starts to write `state`. Its tensors, in shared memory, must not change before `wait` returns."""
+        """Starts to write `state`. Its tensors are in shared memory and must not change before `wait` returns."""
         self._pipe.send((state, directory))
 
     def wait(self) -> None:
@@ -76,9 +76,9 @@ class CheckpointWriter:
 
 
 def _serve(pipe: Connection, address: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
-    """Runs the writing process until the rank closes the pipe, or exits."""
+    """Runs the writing process until the rank closes the pipe or exits."""
     ignore_sigterm()
-    # torch's writer would open a context on the rank's GPU, which may be full.
+    # torch's writer would otherwise open a context on the rank's GPU, which may be full.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threading.Thread(target=_exit_with_the_rank, daemon=True).start()
     logging.disable(logging.INFO)  # torch would log every request to the terminal

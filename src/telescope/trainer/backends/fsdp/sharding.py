@@ -1,19 +1,19 @@
-"""Shards a model, gathers full tensors, and sets what FSDP2 gathers when.
+"""Shards a model, gathers full tensors, and controls when FSDP2 gathers weights.
 
-The units, which are gathered together, are the untied embedding and head, every layer, and the root: the last norm, and
-the shared table if tied. A forward pass ends with the root and the head and its backward pass begins with them, so they
-are not freed in between. The embedding's backward pass does not read its weights.
+The weights of a unit are gathered together. The units are the untied embedding, the untied head, every layer, and the
+root (the last norm, and the shared table if tied). A forward pass ends with the root and the head, and the backward
+pass begins with them, so they are not freed in between. The embedding's backward pass does not read its weights.
 
 Invariants of loading: only rank 0 has the whole model, on its CPU; every other rank has its shards and one full tensor
 at a time. The gradient of a parameter is the sum of the ranks' gradients: FSDP's average is off, since the loss is
 divided by a count over all ranks. After the last backward pass of an optimizer step everything is sharded again, so
 that the next forward pass gathers the updated weights.
 
-Invariants of gathering: every rank yields the same tensors in the same order, bit for bit those of `full_tensor` of the
-cast shards. All ranks must drain the iterator, since it is collective. Besides the yielded tensors at most one group is
-in memory, twice (as received and as separate tensors). `DTensor.full_tensor` gathers one tensor at a time, through up
-to a millisecond of Python each, which takes longer than the transfer for the 434 tensors of a 3B model. Here shards are
-cast, concatenated, gathered at once, and separated.
+Invariants of gathering: every rank yields the same tensors in the same order, bit for bit equal to `full_tensor` of the
+cast shards. All ranks must drain the iterator, since it is collective. In addition to the yielded tensors, at most one
+group is in memory, twice (as received and as separate tensors). `DTensor.full_tensor` gathers one tensor at a time and
+spends up to a millisecond in Python for each, which for the 434 tensors of a 3B model takes longer than the transfer.
+Here shards are cast, concatenated, gathered at once, and separated.
 """
 
 import math
@@ -70,7 +70,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     set_prefetch(policy, config.fsdp_prefetch_layers)
     policy.to_empty(device=device)
     if is_tied:
-        # Moving off the meta device duplicated the parameter that embedding and head share.
+        # Moving from the meta device duplicated the parameter that embedding and head share.
         embedding = policy.causal_lm.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         policy.head.weight = embedding
@@ -82,23 +82,23 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
 def compiles_blocks(config: Any, policy: PolicyModel, device: torch.device) -> bool:
     """Returns whether the blocks are compiled, equally on all ranks."""
     dtype = compute_dtype(config)
-    # The padded kernel makes one call per length in a row, so that each row would be compiled anew.
+    # The padded kernel makes one call per length in a row, so each row would be compiled again.
     by_offsets = kernel_of(policy, dtype, device) not in (None, "padded")
-    # Routes are set from outside of a block, and their agreement is counted inside.
+    # Routes are set outside of a block, and agreement is counted inside.
     return config.compile_blocks and not config.router_replay and by_offsets and can_be_compiled(policy, dtype)
 
 
 def kernel_of(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> Kernel | None:
-    """Returns the kernel of packed samples. None if the model does not pack them."""
+    """Returns the kernel for packed samples, or None if the model does not pack them."""
     if not policy.packs:
         return None
     return choose_kernel(device, dtype, policy.head_dim, plain=policy.has_plain_attention)
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Wraps each layer, the untied embedding and head separately, and the rest.
+    """Wraps each layer, the untied embedding, the untied head, and the rest as units.
 
-    `reshard`: free a layer's gathered weights between its forward and its backward pass.
+    `reshard` frees a layer's gathered weights between its forward and backward pass.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if dtype in LOW_PRECISION else None,
@@ -112,15 +112,15 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard:
         fully_shard(policy.head, reshard_after_forward=False, **options)
     fully_shard(policy, reshard_after_forward=False, **options)
     for unit in units(policy):
-        # A sum by ReduceOp.SUM: gloo does not have the premultiplied reductions of other factors.
-        if mesh.size() > 1:  # one rank would divide by 1, with a copy
+        # Sums with ReduceOp.SUM, because gloo lacks the premultiplied reductions that other factors need.
+        if mesh.size() > 1:  # a single rank would divide by 1, with a copy
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device: torch.device) -> None:
-    """Sends every rank its shards of rank 0's `source` model. Collective. `source` is None on other ranks."""
+    """Sends all ranks their shards of rank 0's `source` model. Collective. `source` is None on other ranks."""
     given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
     targets = [*policy.named_parameters(), *policy.named_buffers()]
     for name, target in targets:
@@ -155,7 +155,7 @@ def merged_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields `named` with adapters added to their layers' weights. Collective.
 
-    Every rank merges its own rows, a tensor at a time; it needs all of A, and its rows of B.
+    Every rank merges its own rows, one tensor at a time. It needs all of A, and its rows of B.
     """
     layers = {name.removeprefix(PREFIX): layer for name, layer in adapted_layers(policy).items()}
     gathered_A = dict(gather_full_tensors(((name, layer.lora_A.weight) for name, layer in layers.items()), None))
@@ -185,17 +185,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 GROUP_BYTES = 256 * 2**20
-"""Bytes of full tensors per collective. A larger tensor has a separate collective and is not copied."""
+"""Bytes of full tensors per collective. A larger tensor has its own collective and is not copied."""
 
 
 def gather_full_tensors(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, group_bytes: int = GROUP_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) of `named` in order. Collective. Tensors are cast to `dtype` if given."""
+    """Yields (name, full tensor) of `named` in order, cast to `dtype` if given. Collective."""
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
-        # Divided by rows, as FSDP2 does it.
+        # divided by rows, as FSDP2 does it
         rows = tensor if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),) else None
         if rows is not None and rows.device_mesh.size() == 1:
             rows = None
@@ -215,7 +215,7 @@ def gather_full_tensors(
 
 
 def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the full tensors of a group. Rank r of W has ceil(rows / W) rows from r * ceil(rows / W), or fewer."""
+    """Yields the full tensors of a group. Rank r of W has at most ceil(rows / W) rows, from r * ceil(rows / W) on."""
     first = group[0][1]
     mesh = first.device_mesh
     num_ranks = mesh.size()
@@ -227,7 +227,7 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
         place[: local.numel()].copy_(local.reshape(-1))
     received = torch.empty(num_ranks * len(sent), dtype=sent.dtype, device=sent.device)
     all_gather(received, sent, mesh.get_group())
-    if len(group) == 1:  # the parts are contiguous, with padding at the end only
+    if len(group) == 1:  # the parts are contiguous, with padding only at the end
         name, tensor = group[0]
         yield name, received[: tensor.numel()].view(tensor.shape)
         return
@@ -237,18 +237,18 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
 
 
 def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gathers bytes, which every backend can, by this torch version's function: 2.13 warns about the one of 2.11."""
+    """Gathers bytes, which every backend supports, with this torch version's function: 2.13 warns about 2.11's."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group)
 
 
 def units(policy: nn.Module) -> list[FSDPModule]:
-    """Returns the modules that are gathered together, the root included."""
+    """Returns the units, including the root."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
 def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
-    """Gathers `num_layers` units ahead of the computing one. 0: torch's default, one in backward passes."""
+    """Gathers `num_layers` units ahead of the computing unit. 0 keeps torch's default, one in backward passes."""
     embedding = policy.causal_lm.get_input_embeddings()
     forward = [unit for unit in (embedding, *policy.layers, policy.head) if isinstance(unit, FSDPModule)]
     backward = [unit for unit in reversed(forward) if unit is not embedding]
@@ -265,13 +265,13 @@ def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
 
 
 def stay_gathered(policy: PolicyModel, stays: bool) -> None:
-    """Sets whether weights stay gathered after the following backward passes."""
+    """Sets whether weights stay gathered after the next backward passes."""
     for unit in units(policy):
         unit.set_reshard_after_backward(not stays, recurse=False)
 
 
 def reshard_all(policy: PolicyModel) -> None:
-    """Frees weights that a forward pass without a backward pass left gathered."""
+    """Frees weights that stayed gathered after a forward pass without a backward pass."""
     for unit in units(policy):
         unit.reshard()
 
@@ -280,7 +280,7 @@ class TimedReduceScatter(DefaultReduceScatter):
     """FSDP2's reduce-scatter, called unchanged and measured while a timeline is set.
 
     FSDP2 calls it on its communication stream, so that on a GPU the span shows the time of the reduction there, in
-    parallel with the backward pass. One rank has no reductions and no spans.
+    parallel with the backward pass. A single rank has no reductions and no spans.
     """
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class TimedReduceScatter(DefaultReduceScatter):
         self._micro_batch: int | None = None
 
     def measure(self, policy: nn.Module) -> None:
-        """Sets this as the reduce-scatter of the model's units."""
+        """Makes this the reduce-scatter of the model's units."""
         for unit in units(policy):
             unit.set_custom_reduce_scatter(self)
 

@@ -1,6 +1,7 @@
-"""Adapter for torch's private staging buffers and index of shards.
+"""Adapts torch's private staging buffers and index of shards.
 
-A new version of torch is checked here first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and 2.13.
+For a new version of torch, check this module first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and
+2.13.
 """
 
 from pathlib import Path
@@ -13,14 +14,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", "No space left")
-"""Parts of the messages of torch when /dev/shm is full."""
+"""Parts of torch's messages when /dev/shm is full."""
 
 
 class SharedCopies:
-    """Staging buffer in shared host memory for copies of states.
+    """Copies states into a staging buffer in shared host memory.
 
-    It is pinned if the device is a GPU, and used again for the next copy. torch's public `DefaultStager` is closed
-    after one copy in torch 2.11.
+    The buffer is pinned if the device is a GPU, and used again for the next copy. torch's public `DefaultStager` is
+    closed after one copy in torch 2.11.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +33,7 @@ class SharedCopies:
         self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=True)
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of the state, complete. Raises `OSError` if there is no memory for it."""
+        """Returns a complete copy of the state. Raises `OSError` if there is too little memory for it."""
         try:
             copy: dict[str, Any] = self._stager.stage(state, non_blocking=self._on_gpu)
         except RuntimeError as error:
@@ -50,12 +51,12 @@ def read_index(directory: Path) -> Metadata:
         return dcp.FileSystemReader(directory).read_metadata()
     except OSError:
         raise
-    except Exception as error:  # it is a pickle, which raises anything when it is damaged
+    except Exception as error:  # it is a pickle, which raises anything if it is damaged
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def shard_sizes(directory: Path) -> dict[str, int]:
-    """Returns the files in a checkpoint's index, with minimum sizes in bytes. Raises as `read_index`."""
+    """Returns the files in a checkpoint's index, with minimum sizes in bytes. Raises the errors of `read_index`."""
     sizes: dict[str, int] = {}
     for stored in (read_index(directory).storage_data or {}).values():
         try:
@@ -69,7 +70,7 @@ def shard_sizes(directory: Path) -> dict[str, int]:
 def read_part(directory: Path, index: Metadata, name: str, first: tuple[int, ...]) -> torch.Tensor:
     """Reads a part of a checkpoint's tensor, without a process group.
 
-    `first` chooses one place in each of the first dimensions, which the part does not have.
+    `first` are indices in the first dimensions, which the part lacks.
     """
     entry = index.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)

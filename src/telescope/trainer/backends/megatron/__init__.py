@@ -1,4 +1,4 @@
-"""The Megatron backend: tensor, pipeline, context and expert parallelism by megatron-core."""
+"""Provides the Megatron backend: tensor, pipeline, context and expert parallelism by megatron-core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_backend() -> type[TrainingBackend]:
     """
     if not is_installed("megatron.core"):
         raise ConfigError("train_backend: 'megatron' needs megatron-core: install it with make setup MEGATRON=1")
-    # It warns about options that this backend chose on purpose, and about deprecated calls of its own.
+    # It warns about options that this backend sets on purpose, and about its own deprecated calls.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Trains a model that megatron-core divides over ranks.
 
-Owns the passes over this rank's stage by Megatron's schedules, and the update. The model is in `model`, its weights in
-`conversion`, the groups of ranks in `parallel`.
+Owns the passes over this rank's stage with Megatron's schedules, and the update. The model is in `model`, its weights
+in `conversion`, the groups of ranks in `parallel`.
 
 Invariants: the gradient of a parameter is a sum over tokens, as in the FSDP backend, and is divided once in
 `optimizer_step`. Only the last stage calls the loss. Megatron's data-parallel buffers hold gradients between
@@ -44,7 +44,7 @@ from telescope.weights.model_folder import model_folder
 from telescope.weights.plan import TensorMeta
 
 SPANS = {"backward-compute": "backward", "all-grads-sync": "gradient_reduction"}
-"""Megatron's timers, and the spans of the timeline that they become."""
+"""Megatron's timers, and the names of their spans in the timeline."""
 
 
 class MegatronBackend(RLBackend):
@@ -110,7 +110,7 @@ class MegatronBackend(RLBackend):
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name != tied)
 
     def _tokens_of_router(self, num_tokens: int) -> slice:
-        """Returns which of this rank's tokens its routers see. With sequence parallelism they see a part."""
+        """Returns which of this rank's tokens its routers see. With sequence parallelism they see only a part."""
         if not self.megatron.sequence_parallel:
             return slice(None)
         size = num_tokens // self.parallel.tp.size()
@@ -154,7 +154,7 @@ class MegatronBackend(RLBackend):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Runs Megatron's schedule. Returns what `finish` returned, on the last stage of a forward-only pass."""
+        """Runs Megatron's schedule. After a forward-only pass, returns the results of `finish` on the last stage."""
 
         def forward(rows: Iterator[tuple[int, MicroBatch]], model: Any, *_: Any) -> tuple[Any, Callable[..., Any]]:
             index, micro_batch = next(rows)
@@ -184,7 +184,7 @@ class MegatronBackend(RLBackend):
         return results
 
     def _whole(self, out_2N: torch.Tensor, own: slice, num_tokens: int) -> torch.Tensor:
-        """Returns logprobs and entropies of the whole row, [2, N]. Every rank that shares the row gets them."""
+        """Returns logprobs and entropies of the whole row, [2, N], on every rank that shares the row."""
         context = self.parallel.context
         return out_2N if context is None else whole_row(out_2N, own, num_tokens, context)
 
@@ -218,7 +218,7 @@ class MegatronBackend(RLBackend):
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         if self.config.weight_broadcast_free_grad_buffers and not self._has_no_buffers:
-            self.ddp.offload_grad_buffers()  # they are zero now; the next forward pass brings them back
+            self.ddp.offload_grad_buffers()  # they are zero now; the next forward pass restores them
             self._has_no_buffers = True
         yield from conversion.export(
             dict(self.stage.named_parameters()), self.mappings, self.division, self.parallel, self.heads, self.shapes,
@@ -242,12 +242,12 @@ class MegatronBackend(RLBackend):
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sums gradients over ranks without Megatron's division by a token count. The step has counts of its own."""
+    """Sums gradients over ranks without Megatron's division by a token count, because the step has its own counts."""
     finalize_model_grads(models, None, **options)
 
 
 def _timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
-    """Returns timers for Megatron's schedules that record spans of the timeline. Spans are numbered by micro-batch."""
+    """Returns timers for Megatron's schedules that record spans, numbered by micro-batch, on the timeline."""
     numbers = {span: itertools.count() for span in SPANS.values()}
     running: dict[str, AbstractContextManager[None]] = {}
 

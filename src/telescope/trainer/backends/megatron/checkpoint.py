@@ -1,11 +1,12 @@
-"""Checkpoints of the Megatron backend, in the format of megatron-core's `dist_checkpointing`.
+"""Saves and loads the Megatron backend's checkpoints in the format of megatron-core's `dist_checkpointing`.
 
 Weights and moments are saved as whole tensors under Megatron's names, so that a checkpoint loads with other sizes of
 tensor, pipeline, expert and data parallelism. `telescope convert` reads the weights without Megatron.
 
 Without Transformer Engine and apex the optimizer is torch's AdamW, which keeps a `step` tensor for each parameter.
-megatron-core 0.19 does not expect that in three places: `_give_steps`, `_with_step` and the end of `load` correct them.
-Without the last a resumed run differs without an error. A test compares one with a straight run, bit for bit.
+megatron-core 0.19 does not expect that in three places, which `_give_steps`, `_with_step` and the end of `load`
+correct. Without the last correction, a resumed run differs without an error. A test compares a resumed with an
+uninterrupted run, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def _metadata() -> dict[str, Any]:
-    """Returns how to save. A new dict each time, because Megatron adds its process groups to it."""
+    """Returns the options for saving. They are a new dict each time, because Megatron adds its process groups to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -40,10 +41,10 @@ def save(stage: GPTModel, optimizer: MegatronOptimizer | None, directory: Path) 
 
 
 def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None:
-    """Loads a checkpoint, saved by any division of the model. Collective.
+    """Loads a checkpoint that was saved with any division of the model. Collective.
 
-    The optimizer's settings stay those of the config. Its state too, if the checkpoint has none. Raises `RunError` for
-    a state of another optimizer.
+    The optimizer keeps the settings of the config. It also keeps its state if the checkpoint has none. Raises
+    `RunError` for the state of another optimizer.
     """
     state: dict[str, Any] = {MODEL: _weights(stage)}
     saved = dist_checkpointing.load_tensors_metadata(str(directory))
@@ -74,7 +75,7 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
         parts = [inner.optimizer]
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
             parts = inner.optimizer.sub_optimizers
-            # Its part on the GPU counts steps itself, unless these groups, which are copied before each step, do.
+            # The part on the GPU counts steps itself, unless these groups, which are copied before each step, do.
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)
         for part in parts:
@@ -82,10 +83,10 @@ def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None
 
 
 def _place(optimizer: torch.optim.Optimizer) -> None:
-    """Puts loaded state beside its parameters.
+    """Moves loaded state to the devices of its parameters.
 
-    Where both parts of an offloaded optimizer are torch's AdamW, Megatron moves the state of both to the CPU. And all
-    parameters share one `step`, which each of them would increment; the fused update of a GPU needs it there.
+    If both parts of an offloaded optimizer are torch's AdamW, Megatron moves the state of both to the CPU. Also, all
+    parameters share one `step`, which each of them would increment. The fused update of a GPU needs `step` on the GPU.
     """
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
@@ -94,7 +95,7 @@ def _place(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _weights(stage: GPTModel) -> dict[str, Any]:
-    """Returns the sharded weights without Transformer Engine's `_extra_state`. Scales of blocks need no history."""
+    """Returns the sharded weights without Transformer Engine's `_extra_state`, since block scales need no history."""
     state: dict[str, Any] = stage.sharded_state_dict(metadata=_metadata())
     return {name: part for name, part in state.items() if not name.rpartition(".")[2].startswith("_extra_state")}
 
@@ -103,9 +104,9 @@ def _give_steps(optimizer: MegatronOptimizer) -> None:
     """Adds AdamW's `step` to the state of a new optimizer."""
     for inner in inner_optimizers(optimizer):
         if isinstance(inner.optimizer, HybridDeviceOptimizer) and not inner.optimizer.state:
-            inner.optimizer.dummy_step()  # changes the weights, which are loaded afterwards
+            inner.optimizer.dummy_step()  # this changes the weights, which are loaded afterwards
         if not isinstance(inner.optimizer, torch.optim.AdamW):
-            continue  # Transformer Engine's counts steps in its groups
+            continue  # Transformer Engine's optimizer counts steps in its groups
         inner.init_state_fn(inner.optimizer, inner.config)
         for parameter, values in inner.optimizer.state.items():
             values.setdefault("step", torch.zeros((), device=parameter.device))
@@ -113,7 +114,7 @@ def _give_steps(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def _with_step() -> Iterator[None]:
-    """Lets the distributed optimizer load tensors without a `step`. Its own checkpoints have none."""
+    """Lets the distributed optimizer load tensors without a `step`, which its own checkpoints lack."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def with_step(optimizer: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 Loads a checkpoint into a stage, and yields the checkpoint's tensors from all stages.
 
-Invariants: each rank reads only its part of a file. Every rank yields every tensor, in the order of `mappings_of`;
-besides the yielded tensors at most one bucket is in memory, once for each rank of the group that gathers it. Names and
-shapes follow from the tables (`families`), so ranks exchange nothing but numbers.
+Invariants: each rank reads only its part of a file. Every rank yields every tensor, in the order of `mappings_of`. In
+addition to the yielded tensors, at most one bucket is in memory, once for each rank of the group that gathers it. Names
+and shapes follow from the tables (`families`), so ranks only exchange numbers.
 """
 
 import itertools
@@ -38,7 +38,7 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """What each pipeline stage and each expert-parallel rank has of a model."""
+    """The division of a model over pipeline stages and expert-parallel ranks."""
 
     num_layers: int
     num_experts: int
@@ -74,7 +74,7 @@ def load(
     parallel: Parallel,
     heads: Heads,
 ) -> None:
-    """Fills this rank's stage from the files in `folder`. Raises `UserError` for tensors that it lacks."""
+    """Fills this rank's stage from the files in `folder`. Raises `UserError` for missing tensors."""
     parameters = dict(stage.named_parameters())
     own = [mapping for mapping in mappings if division.stage_of(mapping) == parallel.pp.rank()]
     tied_output = FINAL[-1].parameter
@@ -127,9 +127,9 @@ class _Unit:
 
     mappings: list[ParameterMapping]
     shape: torch.Size
-    """Of one rank's part of one parameter."""
+    """Shape of one rank's part of one parameter."""
     num_local: int
-    """Parameters on each rank: some of the experts, otherwise 1."""
+    """Number of parameters on each rank: some of the experts, otherwise 1."""
 
     @property
     def is_expert(self) -> bool:
@@ -154,7 +154,7 @@ def export(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) of the whole model in `dtype`. Collective.
 
-    `parameters` are those of this rank's stage, or tensors of their shapes, such as their gradients.
+    `parameters` are the parameters of this rank's stage, or tensors with the same shapes, such as gradients.
     """
     device = next(iter(parameters.values())).device
     limit = bucket_bytes // dtype.itemsize
@@ -175,7 +175,7 @@ def export(
         for unit in units:
             parts = by_rank[:, offset : offset + unit.numel].view(group.size(), unit.num_local, *unit.shape)
             offset += unit.numel
-            # Experts are whole on their ranks; everything else is a part of each rank.
+            # Experts are whole on their ranks. Of all other parameters, each rank has a part.
             wholes = [[expert] for expert in parts.flatten(0, 1)] if is_expert else [list(parts[:, 0])]
             for mapping, ranks in zip(unit.mappings, wholes, strict=True):
                 vocab_size = shapes[mapping.names[0]][0]
@@ -190,7 +190,7 @@ def _buckets(
     shapes: Shapes,
     limit: int,
 ) -> Iterator[tuple[int, bool, list[_Unit]]]:
-    """Yields (stage, is of experts, units) whose parts on all ranks have at most `limit` numbers, or are one unit."""
+    """Yields (stage, is of experts, units) with at most `limit` numbers on all ranks together, or with one unit."""
 
     def unit_of(mappings: list[ParameterMapping]) -> _Unit:
         is_expert = mappings[0].expert is not None
@@ -217,7 +217,7 @@ def _buckets(
 
 
 def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the numbers of all ranks, [ranks, numbers]."""
+    """Gathers the numbers of all ranks, [ranks, numbers]."""
     if group.size() == 1:
         return own[None]
     received = torch.empty(group.size(), len(own), dtype=own.dtype, device=own.device)

@@ -1,10 +1,11 @@
 """Runs megatron-core on the CPU, for tests and small models.
 
-megatron-core asks CUDA for a device, for streams and for random states by name. `place_on_cpu` answers with the CPU. It
-changes where tensors are and makes streams and events do nothing; every product, schedule and collective is Megatron's.
-It changes `torch.cuda` for the whole process, so it must only be called in the process of a trainer rank without a GPU.
+megatron-core asks CUDA for a device, for streams and for random states by name. `place_on_cpu` gives it the CPU
+instead. It changes the place of tensors and makes streams and events do nothing; every product, schedule and collective
+is Megatron's. It changes `torch.cuda` for the whole process, so call it only in the process of a trainer rank without a
+GPU.
 
-The tests of the Megatron backend fail when a version of megatron-core asks for something else.
+The tests of the Megatron backend fail if a version of megatron-core needs something else.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _OnCPU(TorchFunctionMode):
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "type" and len(args) == 1 and not kwargs:
-            # The optimizers take parameters of the types torch.cuda.FloatTensor and so on, compared by name.
+            # The optimizers take parameters of types like torch.cuda.FloatTensor, which they compare by name.
             return "torch.cuda." + func(*args).removeprefix("torch.")
         if _is_cuda(kwargs.get("device")):
             kwargs = kwargs | {"device": CPU}
@@ -47,7 +48,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 class _Idle:
-    """A stream, or an event, of a device that finishes each call before it returns."""
+    """A stream or event of a device that finishes each call before it returns."""
 
     cuda_stream = 0
 
@@ -63,7 +64,7 @@ class _Idle:
 def place_on_cpu() -> None:
     """Replaces CUDA by the CPU in this process. Call it before the first import of `megatron.core`. Idempotent."""
     stream = _Idle()
-    # A function for each name: torch.compile refuses one function that has two names.
+    # One function per name, because torch.compile refuses a function that has two names.
     replaced: dict[str, Any] = {
         "current_device": lambda: CPU,
         "synchronize": lambda *_, **__: None,
@@ -73,7 +74,7 @@ def place_on_cpu() -> None:
         "stream": lambda *_, **__: contextlib.nullcontext(),
         "Stream": _Idle,
         "Event": _Idle,
-        # Nothing in the model draws random numbers: there is no dropout, and the weights are loaded.
+        # The model draws no random numbers: there is no dropout, and the weights are loaded.
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "manual_seed": lambda *_, **__: None,

@@ -1,8 +1,8 @@
-"""The parameters of each model family in Megatron and Hugging Face names.
+"""Lists the parameters of each model family with their Megatron and Hugging Face names.
 
-One table per family. Loading, export, their order and the parts of each rank follow from it (`conversion`), so a new
-family of plain transformers is a new table. A tensor that is in the model and not in its table, or the other way round,
-is an error of `refuse_other_names`.
+Each family has a table. Loading, export, their order and the parts of each rank follow from it (`conversion`), so a new
+family of plain transformers only needs a new table. `refuse_other_names` raises an error if model and table have
+different tensors.
 
 Megatron keeps the queries, keys and values of a layer in one matrix, group by group (all queries of a key-value head,
 its key, its value), and the two matrices of a gated feed-forward in one, gate above up. A rank of a tensor-parallel
@@ -22,14 +22,14 @@ from telescope.utils.text import listed
 Kind = Literal["whole", "columns", "vocabulary", "qkv", "gate_up"]
 
 VOCABULARY_MULTIPLE = 128
-"""The rows of a vocabulary's table per rank are a multiple of this, for the alignment of its products."""
+"""The rows of a vocabulary's table on each rank are a multiple of this, which aligns its products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter of Megatron, and the checkpoint's tensors that it consists of.
+    """A Megatron parameter, and the checkpoint's tensors of which it consists.
 
-    `{layer}` and `{expert}` in the names are numbers over the whole model.
+    `{layer}` and `{expert}` in the names are numbers in the whole model.
     """
 
     parameter: str
@@ -65,7 +65,7 @@ DENSE = (
     Entry(_MEGATRON + "mlp.linear_fc1.weight", (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), "gate_up"),
     Entry(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), "columns"),
 )
-# Every rank has whole experts, and only some of them.
+# Every rank has some of the experts, each of them whole.
 EXPERTS = (
     Entry(_MEGATRON + "mlp.router.weight", (_HF + "mlp.gate.weight",)),
     Entry(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gate_up"),
@@ -79,9 +79,9 @@ TRANSFORMER_ENGINE_NAMES = {
     _EXPERT + "linear_fc1.weight": _FUSED_EXPERT + "linear_fc1.weight{expert}",
     _EXPERT + "linear_fc2.weight": _FUSED_EXPERT + "linear_fc2.weight{expert}",
 }
-"""The names of parameters with Transformer Engine, which fuses norms with what follows, and experts."""
+"""The names of parameters with Transformer Engine, which fuses norms with the following layers, and experts."""
 NORM_OF_ROUTER = _MEGATRON + "pre_mlp_layernorm.weight"
-"""Not fused in a mixture of experts: the router reads its output too."""
+"""This norm is not fused in a mixture of experts, because the router reads its output too."""
 
 LAYERS: dict[str, tuple[Entry, ...]] = {
     "llama": (*ATTENTION, *DENSE),
@@ -94,7 +94,7 @@ LAYERS: dict[str, tuple[Entry, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
-    """An entry with its numbers. `layer` is None outside of layers, `expert` None for what is no expert."""
+    """An entry with its numbers. `layer` is None outside of layers; `expert` is None outside of experts."""
 
     entry: Entry
     layer: int | None = None
@@ -107,14 +107,14 @@ class ParameterMapping:
 
     @property
     def names(self) -> list[str]:
-        """The checkpoint's names of the tensors."""
+        """The names of the tensors in the checkpoint."""
         return [name.format(layer=self.layer, expert=self.expert) for name in self.entry.tensors]
 
 
 def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[ParameterMapping]:
-    """Returns a model's parameters in their order. Its family must have a table.
+    """Returns a model's parameters in order. Its family must have a table.
 
-    `transformer_engine`: with the names that parameters have in its modules.
+    With `transformer_engine`, parameters have the names of Transformer Engine's modules.
     """
     experts = range(getattr(hf_config, "num_experts", None) or 0)
     mappings = [ParameterMapping(EMBEDDING)]
@@ -131,7 +131,7 @@ def mappings_of(hf_config: Any, *, transformer_engine: bool = False) -> list[Par
 
 
 def refuse_other_names(mappings: Sequence[ParameterMapping], names: Iterable[str]) -> None:
-    """Raises `UserError` unless `mappings` have exactly the tensors `names`."""
+    """Raises `UserError` unless `mappings` have exactly the tensors in `names`."""
     known, actual = {name for mapping in mappings for name in mapping.names}, set(names)
     if missing := sorted(actual - known):
         raise UserError(
@@ -144,7 +144,7 @@ def refuse_other_names(mappings: Sequence[ParameterMapping], names: Iterable[str
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The whole model's query heads, key-value heads, and size of a head."""
+    """The numbers of query and key-value heads of the whole model, and the size of a head."""
 
     queries: int
     groups: int
@@ -159,7 +159,7 @@ def heads_of(hf_config: Any) -> Heads:
 
 
 def rows_of_vocabulary(vocab_size: int, tp_size: int) -> int:
-    """Returns the padded rows of the vocabulary's tables. A tensor-parallel group divides them."""
+    """Returns the padded rows of the vocabulary's tables, which a tensor-parallel group divides."""
     multiple = VOCABULARY_MULTIPLE * tp_size
     return -(-vocab_size // multiple) * multiple
 
@@ -167,7 +167,7 @@ def rows_of_vocabulary(vocab_size: int, tp_size: int) -> int:
 def local_part(kind: Kind, tensors: Sequence[Any], heads: Heads, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Returns rank `tp_rank`'s part of a parameter.
 
-    `tensors` are those of the checkpoint: torch tensors, or slices of a file, of which only this part is read.
+    `tensors` are the checkpoint's: torch tensors, or slices of a file, of which only this part is read.
     """
 
     def rows(tensor: Any) -> torch.Tensor:
@@ -194,7 +194,7 @@ def local_part(kind: Kind, tensors: Sequence[Any], heads: Heads, tp_rank: int, t
 
 
 def whole_tensors(kind: Kind, parts: Sequence[torch.Tensor], heads: Heads, vocab_size: int) -> Iterator[torch.Tensor]:
-    """Yields a parameter's tensors from the parts of all ranks. The inverse of `local_part`."""
+    """Yields a parameter's tensors from the parts of all ranks. Inverse of `local_part`."""
     if kind == "gate_up":
         halves = [part.chunk(2) for part in parts]
         yield from (torch.cat([half[index] for half in halves]) for index in (0, 1))

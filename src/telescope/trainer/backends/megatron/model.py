@@ -1,9 +1,9 @@
-"""The policy as a megatron-core model: configuration, layers, output.
+"""Builds the policy as a megatron-core model: configuration, layers, output.
 
-Megatron's own attention knows neither packed rows nor context parallelism without Transformer Engine. Two small modules
-take their places in the layer specification: `PackedAttention` (that of `trainer.attention`, with rotary embedding by
-position in the sample) and `RMSNorm` (marked for sequence parallelism). On a GPU, operations on single elements are
-compiled; megatron-core has no fused ones without Transformer Engine.
+Without Transformer Engine, Megatron's own attention supports neither packed rows nor context parallelism. Two small
+modules replace Megatron's in the layer specification: `PackedAttention` (`trainer.attention`, with rotary embedding by
+position in the sample) and `RMSNorm` (marked for sequence parallelism). On a GPU, element-wise operations are compiled,
+because megatron-core has no fused versions of them without Transformer Engine.
 
 Invariants: a `Row` travels through the model as `packed_seq_params`. The last stage returns logprobs and entropies of
 the row's predicted tokens and never logits.
@@ -46,23 +46,23 @@ class Row:
     data: ModelInput
     temperature: float
     cos: torch.Tensor
-    """Of the rotary angles of this rank's tokens, [T, 1, 1, D], in the model's dtype; `sin` likewise."""
+    """Cosines of the rotary angles of this rank's tokens, [T, 1, 1, D], in the model's dtype. `sin` likewise."""
     sin: torch.Tensor
-    # What Megatron reads of its own class. This format means: one sequence, which it neither squeezes nor cuts.
+    # Megatron reads this. The format means one sequence, which Megatron neither squeezes nor cuts.
     qkv_format: ClassVar = "sbhd"
     cp_group = local_cp_size = padding_mask = max_seqlen_q = max_seqlen_kv = total_tokens = seq_idx = None
     cu_seqlens_q = cu_seqlens_kv = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
 
     @classmethod
     def of(cls, data: ModelInput, temperature: float, inv_freq: torch.Tensor, dtype: torch.dtype) -> Row:
-        """Adds the rotary angles by position in the sample. `inv_freq` are the model's own frequencies, [D / 2]."""
+        """Adds the rotary angles by position in the sample. `inv_freq` [D / 2] are the model's own frequencies."""
         angles = data.position_ids_ST[0, :, None].float() * inv_freq.to(data.position_ids_ST.device)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
         return cls(data, temperature, angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def compiled_on_gpus(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compiles a function of tensors [T, ...] on GPUs, once per token shape."""
+    """Compiles a function of tensors [T, ...] on GPUs, once per shape of a token."""
     compiled = torch.compile(function, dynamic=False)
 
     @functools.wraps(function)
@@ -87,7 +87,7 @@ def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 @compiled_on_gpus
 def normalized(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm of the last dimension. Like transformers, it rounds before the last product."""
+    """Computes the root mean square norm of the last dimension. Rounds before the last product, like transformers."""
     return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
@@ -118,13 +118,13 @@ class PackedAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`normalized`, in the place of megatron-core's norm."""
+    """Applies `normalized` instead of megatron-core's norm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees some tokens: Megatron sums the gradients of marked parameters.
+        # With sequence parallelism each rank sees some tokens, and Megatron sums the gradients of marked parameters.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  # it is no field of torch's
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ class RMSNorm(nn.Module):
 
 
 class LastStage:
-    """Megatron's `output_processor`: logprobs and entropies of the row's predicted tokens, [2, N]."""
+    """Megatron's `output_processor`. Returns logprobs and entropies of the row's predicted tokens, [2, N]."""
 
     def __init__(self, parallel: Parallel, vocab_size: int, chunk_size: int) -> None:
         rows = rows_of_vocabulary(vocab_size, parallel.tp.size()) // parallel.tp.size()
@@ -150,7 +150,7 @@ class LastStage:
         **_: Any,
     ) -> torch.Tensor:
         weight = output_layer.weight if output_weight is None else output_weight
-        # Each rank's gradient of the hidden states is a share: both functions sum it over the group.
+        # Each rank's gradient of the hidden states is a share. Both functions sum it over the group.
         if config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -162,7 +162,7 @@ class LastStage:
 
 
 def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
-    """Returns Megatron's configuration of a model."""
+    """Returns Megatron's configuration for a model."""
     heads = heads_of(hf_config)
     tp_size = parallel.tp.size()
     uses_engine = config.megatron_use_transformer_engine
@@ -182,7 +182,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "qk_layernorm": hf_config.model_type.startswith("qwen3"),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # Transformer Engine's modules replace parameters that are made on the CPU, and lose what they know of them.
+        # Transformer Engine's modules replace parameters that are created on the CPU, and lose their attributes.
         "use_cpu_initialization": not uses_engine,
         "transformer_impl": "transformer_engine" if uses_engine else "local",
         "perform_initialization": False,
@@ -196,7 +196,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "sequence_parallel": config.megatron_sequence_parallel and tp_size > 1,
         "variable_seq_lengths": True,  # packed rows differ in length
         "moe_token_dispatcher_type": "alltoall",
-        # Gradients are sums over tokens: the step divides them by a count over all ranks.
+        # Gradients are sums over tokens, because the step divides them by a count over all ranks.
         "calculate_per_token_loss": True,
         "bias_activation_fusion": torch.cuda.is_available(),  # compiled
         # These need Transformer Engine or apex.
@@ -206,7 +206,7 @@ def transformer_config(hf_config: Any, config: Any, parallel: Parallel, dtype: t
         "apply_rope_fusion": False,
     }
     if config.megatron_fp8:
-        # One scale for each 1 x 128 activations and 128 x 128 weights, from their own values: no history to keep.
+        # One scale for each 1 x 128 activations and 128 x 128 weights, computed from their own values without history.
         options |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if config.megatron_gradient_checkpointing:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -244,20 +244,20 @@ def build_stage(hf_config: Any, megatron: TransformerConfig, parallel: Parallel)
 
 
 def _freeze_row(padding: int, parallel: Parallel, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Blocks the gradient of token `padding`'s embedding, as `padding_idx` does."""
+    """Blocks the gradient of the embedding of token `padding`, as `padding_idx` does."""
     ids = inputs[0]
-    if module.reduce_scatter_embeddings:  # the output has this rank's share of the tokens first
+    if module.reduce_scatter_embeddings:  # the first dimension of the output is this rank's share of the tokens
         ids = ids.transpose(0, 1).chunk(parallel.tp.size())[parallel.tp.rank()]
     return torch.where((ids == padding)[..., None], output.detach(), output)
 
 
 def layer_spec(megatron: TransformerConfig) -> ModuleSpec:
-    """Returns the modules of a layer, by `transformer_impl`."""
+    """Returns the modules of a layer for `transformer_impl`."""
     options = {"num_experts": megatron.num_moe_experts, "qk_layernorm": megatron.qk_layernorm}
     if megatron.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
         if megatron.num_moe_experts:
-            # In a checkpoint as without Transformer Engine, so that each loads the other's.
+            # Uses the same checkpoint names as without Transformer Engine, so that each loads the other's.
             layer.submodules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     else:
         layer = get_gpt_layer_local_spec(moe_grouped_gemm=False, normalization="RMSNorm", **options)

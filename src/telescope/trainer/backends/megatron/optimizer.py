@@ -1,4 +1,4 @@
-"""AdamW over Megatron's gradient buffers, equal to the FSDP backend's."""
+"""Builds AdamW over Megatron's gradient buffers, equal to the FSDP backend's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +15,11 @@ from megatron.core.optimizer import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
-"""The optimizer of Transformer Engine calls FP8 uint8."""
+"""Dtypes by name. Transformer Engine's optimizer uses uint8 for FP8."""
 
 
 def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
-    """Gives the stage a gradient buffer, summed over data-parallel ranks."""
+    """Adds a gradient buffer to the stage, which is summed over data-parallel ranks."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.megatron_grad_reduce_in_fp32,
         overlap_grad_reduce=config.megatron_overlap_grad_reduce,
@@ -29,7 +29,7 @@ def wrap(stage: GPTModel, config: Any) -> DistributedDataParallel:
 
 
 def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimizer:
-    """Returns AdamW as configured. Matrices decay, norms and biases do not, as in the FSDP backend."""
+    """Returns AdamW as configured. As in the FSDP backend, matrices decay, norms and biases do not."""
     dtype = ddp.module.config.params_dtype
     options: dict[str, Any] = {
         "optimizer": "adam",
@@ -44,7 +44,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
         "bf16": dtype == torch.bfloat16,
         "use_distributed_optimizer": _is_distributed(config),
         "use_precision_aware_optimizer": _is_precision_aware(config),
-        # The remainder of float32 weights beside those in bfloat16 could not be saved.
+        # The remainders of float32 weights beside bfloat16 weights could not be saved.
         "store_param_remainders": False,
         "main_grads_dtype": DTYPES[config.megatron_main_grads_dtype],
         "main_params_dtype": DTYPES[config.megatron_main_params_dtype],
@@ -58,25 +58,25 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
     optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=get_standard_config_overrides(settings))
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
-        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):  # classes, which a checkpoint could not be read with
+        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):  # with these classes, a checkpoint could not be read
             group.pop(name, None)
     for inner in inner_optimizers(optimizer):
         if type(inner.optimizer) is torch.optim.AdamW and torch.cuda.is_available():
             for group in inner.optimizer.param_groups:
-                group["fused"] = True  # else it needs as much memory again as all parameters in float32
+                group["fused"] = True  # otherwise it needs as much memory again as all parameters in float32
     return optimizer
 
 
 def _is_precision_aware(config: Any) -> bool:
-    """Whether the optimizer has its own weights. One on the CPU does: Megatron saves its state only so."""
+    """Returns whether the optimizer has its own weights. On the CPU it must, or Megatron does not save its state."""
     return bool(config.megatron_use_precision_aware_optimizer or config.megatron_optimizer_cpu_offload)
 
 
 def _is_distributed(config: Any) -> bool:
-    """Whether Megatron's distributed optimizer is used.
+    """Returns whether Megatron's distributed optimizer is used.
 
-    Over one rank it divides nothing, but has dtypes of its own, and its checkpoints load into any division. Offloaded
-    states are measured without it there.
+    On one rank it divides nothing, but supports other dtypes, and its checkpoints load with any division. Offloaded
+    states are measured without it on one rank.
     """
     if config.megatron_use_distributed_optimizer or _is_precision_aware(config):
         return True

@@ -1,7 +1,7 @@
-"""The process groups of a Megatron run.
+"""Creates the process groups of a Megatron run.
 
-Megatron orders ranks by tensor, context, expert, data and pipeline parallelism: neighbors share a layer. Expert
-parallelism divides the ranks of a pipeline stage, also those that share rows: each has a part of the experts.
+Megatron orders ranks by tensor, context, expert, data and pipeline parallelism, so neighbors share a layer. Expert
+parallelism divides the ranks of a pipeline stage, including ranks that share rows, and each has a part of the experts.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from telescope.trainer.sequence_exchange import ContextGroup
 
 @dataclass(slots=True, frozen=True)
 class Parallel:
-    """This rank's groups of each kind of parallelism."""
+    """This rank's groups for each kind of parallelism."""
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -36,7 +36,7 @@ class Parallel:
 
     @property
     def context(self) -> ContextGroup | None:
-        """The ranks that share a row. None: every row has its own rank."""
+        """The ranks that share a row, or None if every row has its own rank."""
         return ContextGroup.of(self.cp) if self.cp.size() > 1 else None
 
     def layout(self) -> Layout:
@@ -46,7 +46,7 @@ class Parallel:
 
 
 def initialize(config: Any) -> Parallel:
-    """Creates the process groups of a config and replaces earlier ones. Collective."""
+    """Creates the process groups of a config, replacing earlier ones. Collective."""
     destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.megatron_tensor_parallel_size,

@@ -1,7 +1,7 @@
 """Reads a Megatron checkpoint's weights by their Hugging Face names. Needs neither megatron-core nor ranks.
 
-A checkpoint has whole tensors. Those of all layers are one tensor, with the layer as first dimension, and those of all
-experts too, with the expert as second. One parameter at a time is read.
+A checkpoint has whole tensors. The same parameter of all layers is one tensor with the layer as first dimension, and of
+all experts also with the expert as second. One parameter at a time is read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
 def saved_weights(
     directory: Path, config: Mapping[str, Any]
 ) -> tuple[list[TensorMeta], Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
-    """Returns the metadata of a checkpoint's weights, and their reader. Both are in the order of the model.
+    """Returns the metadata of a checkpoint's weights, and a function that reads them, both in the order of the model.
 
     `config` has the values of the model's config.json. Raises `RunError` for a damaged checkpoint.
     """
@@ -62,10 +62,9 @@ def saved_weights(
 
 
 def saved_location(mapping: ParameterMapping) -> tuple[str, tuple[int, ...]]:
-    """Returns the tensor that has a parameter, and the parameter's place.
+    """Returns the tensor that contains a parameter, and the parameter's index in its first dimensions.
 
-    The place is an index in the first dimensions. Norms have the names that Transformer Engine gives them, which
-    computes them together with what follows.
+    Norms have the names of Transformer Engine, which computes them together with the following layer.
     """
     name = mapping.entry.parameter
     if mapping.layer is None:
