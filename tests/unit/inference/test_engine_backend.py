@@ -8,7 +8,7 @@ from pathlib import Path
 import telescope
 
 SOURCES = Path(telescope.__file__).parent
-OF_THE_INSTALLATION = {"cli/doctor.py", "cli/train.py", "orchestrator/preflight.py"}
+OF_THE_INSTALLATION = {"cli/doctor.py", "cli/train.py", "cluster/checks.py", "orchestrator/preflight.py"}
 """They check the installed vLLM."""
 
 
