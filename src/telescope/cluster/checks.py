@@ -35,7 +35,7 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Answers:
+class ProbeResults:
     """The results of the probes, by node name."""
 
     gpus: dict[str, int]
@@ -88,7 +88,7 @@ class Probe:
             distributed.destroy_process_group()
 
 
-def ask_nodes(address: str, run_dir: Path, num_nodes: int, wait_seconds: float) -> Answers:
+def ask_nodes(address: str, run_dir: Path, num_nodes: int, wait_seconds: float) -> ProbeResults:
     """Runs a probe on each node, once there are `num_nodes`. Raises `UserError` without a cluster.
 
     A failed collective, or a node without the folder, is a result, not an exception.
@@ -104,7 +104,7 @@ def ask_nodes(address: str, run_dir: Path, num_nodes: int, wait_seconds: float) 
         disconnect(replace(cluster, started_here=False), config)
 
 
-def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> Answers:
+def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> ProbeResults:
     nodes.sort(key=lambda node: node["NodeID"] != driver_node)
     names = [names_of_nodes(nodes)[node["NodeID"]] for node in nodes]
     gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
@@ -125,7 +125,7 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
     with_gpus = [probe for probe, count in zip(probes, gpus, strict=True) if count]
     with _file_in(run_dir) as path:
         sees = each("sees", path)
-    return Answers(
+    return ProbeResults(
         dict(zip(names, gpus, strict=True)),
         dict(zip(names, versions, strict=True)),
         {name: _offset(probe) for name, probe in zip(names, probes, strict=True)},

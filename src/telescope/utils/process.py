@@ -100,7 +100,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             action = partial(result.set_result, function())
         except BaseException as error:
             action = partial(result.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, so nobody waits for the result
+        with contextlib.suppress(RuntimeError):  # the loop has ended, so no task waits for the result
             loop.call_soon_threadsafe(settle, action)
         threading.Event().wait()
 

@@ -393,7 +393,7 @@ async def test_an_agent_inside_reaches_the_endpoint_of_its_rollout(provider, tmp
 
 
 def test_a_sandbox_with_an_endpoint_keeps_the_user_that_may_enter_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """Root's other sandboxes run as nobody, where everybody may enter what they show."""
+    """Root's other sandboxes run as another user, if every user may enter the folders that they mount."""
     monkeypatch.setattr(local, "_is_open_to_all", lambda path: path != tmp_path)
     monkeypatch.setattr(local.os, "geteuid", lambda: 0)
     (tmp_path / "endpoint").touch()
