@@ -18,7 +18,7 @@ from telescope.environments.base import (
     Sample,
     SingleTurnEnvironment,
 )
-from telescope.errors import InfrastructureError
+from telescope.errors import DeadlineExceeded, InfrastructureError
 
 QUESTION = [{"role": "user", "content": "Was it hard?"}]
 
@@ -162,3 +162,19 @@ class Careless(Guesses):
 async def test_a_rollout_that_fails_after_its_loop_does_not_end_as_the_loop_did(bench: Any) -> None:
     sample = await (await bench(Careless, ["4"])).run()
     assert (sample.failure_kind, sample.end_reason) == ("environment", "rollout_error")
+
+
+class Waiting(Guesses):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        return await context.take_turns()
+
+
+async def test_a_request_slot_that_never_comes_is_an_error_of_the_run_for_agents_too(bench: Any) -> None:
+    made = await bench(Waiting, ["4"])
+
+    async def never() -> None:
+        raise DeadlineExceeded("no inference slot came free")
+
+    made.slots.wait = never
+    with pytest.raises(DeadlineExceeded):
+        await made.run()
