@@ -232,8 +232,9 @@ class Chat:
 
     def _http(self, client: Any) -> Any:
         """Returns an SDK's HTTP client, which is closed with the rollout."""
-        # The endpoint has no TLS, and reading certificates would block the event loop for 60 ms.
-        self._clients.append(client(verify=False))
+        # The endpoint has no TLS, and reading certificates would block the event loop for 60 ms. The rollout's time
+        # limit is the only one: the SDKs give a connection 5 seconds, which a busy event loop may need for other work.
+        self._clients.append(client(verify=False, timeout=None))
         return self._clients[-1]
 
     async def close(self) -> None:

@@ -35,6 +35,8 @@ from telescope.sandbox.session import Sandbox
 
 KNOWN_SAMPLING = ("max_tokens", "stop")
 """Sampling parameters that a call may set. The run sets all others, because the trainer computes logprobs with them."""
+SDK_MODULES = {"openai": ("chat", "responses"), "anthropic": ("messages",)}
+"""Modules that an SDK would import at the first call."""
 JUDGE = "judge"
 """Name of the conversations in which the policy judges."""
 
@@ -229,9 +231,10 @@ class AgentRollout:
 async def _import_sdks(environment: type[Environment]) -> None:
     """Imports the SDKs that the environment's methods name, in a thread, because that takes seconds."""
     code = [each.__code__ for cls in environment.__mro__ for each in vars(cls).values() if hasattr(each, "__code__")]
-    for sdk in ("openai", "anthropic"):
+    for sdk, modules in SDK_MODULES.items():
         if any(sdk in each.co_names for each in code):
-            await asyncio.to_thread(importlib.import_module, sdk)
+            for module in modules:
+                await asyncio.to_thread(importlib.import_module, f"{sdk}.resources.{module}")
 
 
 def _shown(message: ChatMessage) -> str:

@@ -108,6 +108,19 @@ async def test_an_agent_over_an_sdk_trains_what_was_sampled(bench: Any, cls: typ
     sampled_once(sample, made.policy)
 
 
+class Patient(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        limits = {limit for sdk in (context.openai(), context.anthropic()) for limit in sdk.timeout.as_dict().values()}
+        await context.generate([QUESTION])
+        return RewardResult(float(limits == {None}))
+
+
+async def test_only_the_rollouts_time_limit_ends_a_call(bench: Any) -> None:
+    # The SDKs' own 5 seconds for a connection ended calls while the event loop was blocked by other work.
+    sample = await (await bench(Patient, ["It is 4."])).run()
+    assert (sample.failure_message, sample.reward.total_reward) == (None, 1.0)
+
+
 SHELL_AGENT = r"""
 import json, os, subprocess, sys, urllib.request
 
