@@ -192,7 +192,7 @@ PARTS = (
         2,
         300,
     ),
-    Part("sync 4b by megatron", f"{SYNC} 4b --set train_backend=megatron", 2, 300),
+    Part("sync 4b by megatron", f"{SYNC} 4b --set train_backend=megatron", 2, 420),
     Part("sync 4b by megatron on one", f"{SYNC} 4b --set train_backend=megatron share_gpus=true", 1, 420),
     Part("sync 4b of adapters", f"{SYNC} 4b --set {ADAPTERS}", 2, 300),
     Part("sync 4b of adapters on one", f"{SYNC} 4b --set {ADAPTERS} share_gpus=true", 1, 420),
