@@ -265,7 +265,7 @@ def test_shape_of_a_nested_and_of_an_absent_model(tmp_path: Path) -> None:
     ("log", "fix"),
     [
         ("OSError: [Errno 98] Address already in use", "inference_base_port"),
-        ("ValueError: No available memory for the cache blocks. Try", "max_model_len"),
+        ("ValueError: No available memory for the cache blocks. Try", "gpu_memory_utilization"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "gpu_memory_utilization"),
         ("huggingface_hub.errors.RepositoryNotFoundError: Repository Not Found for url", "model"),
         ("ValueError: User-specified max_model_len (9999) is greater than the derived", "max_model_len"),
