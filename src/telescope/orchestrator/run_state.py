@@ -68,7 +68,6 @@ class RunState:
             )
         rest = {name: value for name, value in values.items() if name != "version"}
         try:
-            _add_parents(rest.get("groups") or [])
             state = msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
             if state.ledger:
                 msgspec.convert(state.ledger, LedgerState)
@@ -76,14 +75,6 @@ class RunState:
             reason = single_line(f"{type(error).__name__}: {error}")
             raise UserError(f"The checkpoint's state cannot be read: {reason}. Use another step") from None
         return state
-
-
-def _add_parents(groups: list[dict[str, Any]]) -> None:
-    """Adds parents to the turns of an earlier version: each extends the turn before it, unless it restarted."""
-    for turns in (sample["turns"] for group in groups for sample in group["samples"]):
-        for index, turn in enumerate(turns):
-            if "restarts" in turn:
-                turn["parent"] = None if turn.pop("restarts") or index == 0 else index - 1
 
 
 def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:
