@@ -4,9 +4,10 @@
     python benchmarks/endpoint.py --quick                  one second a row
     python benchmarks/endpoint.py --json results.json      with machine and commit
 
-The server is in this process, the client in another. `added ms` is the median time of a call while no other is open,
-with the client's own work. `calls/s` is with 32 connections. `CPU ms` is this process's time for such a call, whatever
-else the machine does, and `calls/s a core` what follows from it.
+The server is in this process, the client in another. `call ms` is the median time of a call while no other is open.
+`added ms` is what of it remains without the median time of an equal request that a bare HTTP server answers at once, in
+turns with it. `calls/s` is with 32 connections. `CPU ms` is this process's time for such a call, whatever else the
+machine does, and `calls/s a core` what follows from it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from measure import provenance
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +38,9 @@ CONNECTIONS = 32
 ROUTES = ("chat/completions", "responses", "messages")
 HISTORIES = {"2 KB": 4, "100 KB": 200}
 """Size of a request and its number of turns, of 500 characters each."""
+
+TURNS = 3
+"""Times that the endpoint and the bare server take turns."""
 
 MAX_ADDED_MS = 1.0
 MIN_CALLS_PER_SECOND = 2000
@@ -94,10 +99,10 @@ async def measure(route: str, turns: int, stream: bool, seconds: float) -> dict[
             "Let me look.", "Which file?", calls, "tool_calls", token_ids, [-0.5] * 200, 900, id=str(next(ids))
         )
 
-    async def load(connections: int) -> list[float]:
+    async def load(connections: int, base_url: str, seconds: float) -> list[float]:
         key = server.open(complete, lambda call: 0)
         results, theirs = spawn.Pipe(duplex=False)
-        arguments = (f"{server.base_url()}/{route}", key, body_of(route, turns, stream), connections, seconds, theirs)
+        arguments = (f"{base_url}/{route}", key, body_of(route, turns, stream), connections, seconds, theirs)
         process = spawn.Process(target=client, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -109,18 +114,34 @@ async def measure(route: str, turns: int, stream: bool, seconds: float) -> dict[
     spawn = multiprocessing.get_context("spawn")
     server = Endpoint(["policy"])
     await server.start()
-    alone = await load(1)
+    bare = web.ServerRunner(web.Server(answer_at_once))
+    await bare.setup()
+    await web.TCPSite(bare, "127.0.0.1", 0).start()
+    address = "http://{}:{}".format(*bare.addresses[0])
+    alone: list[float] = []
+    without: list[float] = []
+    for _ in range(TURNS):
+        alone += await load(1, server.base_url(), seconds / TURNS)
+        without += await load(1, address, seconds / TURNS)
+    await bare.cleanup()
     first, begin = next(ids), time.process_time()
-    together = await load(CONNECTIONS)
+    together = await load(CONNECTIONS, server.base_url(), seconds)
     cpu = time.process_time() - begin
     answered = next(ids) - first - 1
     await server.stop()
     return {
-        "added_ms": 1000 * statistics.median(alone),
+        "call_ms": 1000 * statistics.median(alone),
+        "added_ms": 1000 * (statistics.median(alone) - statistics.median(without)),
         "calls_per_second": len(together) / seconds,
         "cpu_ms": 1000 * cpu / answered,
         "calls_per_second_and_core": answered / cpu,
     }
+
+
+async def answer_at_once(request: web.BaseRequest) -> web.Response:
+    """Reads a request and answers with as many bytes as an answer of the endpoint has."""
+    await request.read()
+    return web.Response(body=b"x" * 700, content_type="application/json")
 
 
 def main() -> int:
@@ -129,7 +150,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
     arguments = parser.parse_args()
     where = provenance(["aiohttp"])
-    table = Table("API", "history", "stream", "added ms", "calls/s", "CPU ms", "calls/s a core")
+    table = Table("API", "history", "stream", "call ms", "added ms", "calls/s", "CPU ms", "calls/s a core")
     rows: list[dict[str, Any]] = []
     for route, (size, turns), stream in itertools.product(ROUTES, HISTORIES.items(), (False, True)):
         row = asyncio.run(measure(route, turns, stream, 1 if arguments.quick else 5))
@@ -137,7 +158,11 @@ def main() -> int:
         slow = size == "2 KB" and (
             row["added_ms"] > MAX_ADDED_MS or row["calls_per_second_and_core"] < MIN_CALLS_PER_SECOND
         )
-        numbers = "{added_ms:.2f} {calls_per_second:.0f} {cpu_ms:.3f} {calls_per_second_and_core:.0f}".format(**row)
+        numbers = (
+            "{call_ms:.2f} {added_ms:.2f} {calls_per_second:.0f} {cpu_ms:.3f} {calls_per_second_and_core:.0f}".format(
+                **row
+            )
+        )
         cells = (route, size, "yes" if stream else "no", *numbers.split())
         table.add_row(*cells, style="red" if slow else None)
     Console().print(table)
