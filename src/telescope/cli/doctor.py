@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import telescope
+from telescope.cli.main import CommandParser
 from telescope.config import machine
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.schema import TelescopeConfig
@@ -362,10 +363,9 @@ _MARKS: dict[Status, tuple[str, str]] = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine and its packages, with fixes",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope doctor",
         description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
         "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it. With --sandbox it "
         "creates real sandboxes of one provider instead, which may cost money, tries what the provider promises, "
@@ -384,7 +384,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--run-dir", type=user_path, default=Path("runs"), help="with --cluster: folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

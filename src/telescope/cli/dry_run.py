@@ -22,14 +22,7 @@ from telescope.config import LoadedConfig, TelescopeConfig, model_checks
 from telescope.config.generate import yaml_text
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
-from telescope.config.memory import (
-    GIB,
-    EngineMemory,
-    TrainerMemory,
-    estimate_memory,
-    num_recomputed,
-    plan_staging,
-)
+from telescope.config.memory import GIB, EngineMemory, TrainerMemory, estimate_memory, num_recomputed, plan_staging
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place, remarks_on_resuming

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.main import CommandParser
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
 from telescope.utils.text import plain, user_path
 
@@ -26,10 +27,9 @@ _NO_LIMIT = 100_000  # more columns than any table needs
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "runs",
-        help="list runs",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope runs",
         description="List the runs in a folder, newest first: status, steps (of how many), mean reward of the first "
         "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run is dead if its "
         "process exited without writing an end.",
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.add_argument("--watch", action="store_true", help="show the table anew every 5 seconds, until Ctrl-C")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:

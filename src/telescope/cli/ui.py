@@ -10,9 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from telescope.cli.main import CommandParser
 from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
@@ -34,10 +35,9 @@ PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?
 CLOSE_SECONDS = 1  # How long running requests may take after Ctrl-C. Open pages reconnect by themselves.
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "ui",
-        help="open the dashboard",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope ui",
         description="Serve the dashboard: progress and health of runs, metrics, answers, timeline, evals and logs, "
         "live and afterwards. It only reads, and does not slow a run. Press Ctrl-C to end it.",
         epilog="examples:\n"
@@ -49,7 +49,6 @@ def add_parser(subparsers: Any) -> None:
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret\n"
         "  telescope ui --export runs/demo a.html  the run as one file to send",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "places", nargs="*", metavar="RUN_DIR", help="a run, a folder of runs, or a W&B project as ENTITY/PROJECT"
@@ -86,7 +85,8 @@ def add_parser(subparsers: Any) -> None:
         metavar=("RUN_DIR", "FILE.html"),
         help="write a run as one HTML file that opens without a server, and end",
     )
-    parser.set_defaults(func=run, imports=("uvicorn", "telescope.dashboard.app"))
+    parser.set_defaults(imports=("uvicorn", "telescope.dashboard.app"))
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

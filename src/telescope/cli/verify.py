@@ -6,6 +6,7 @@ fails, 2 for bad input, 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, OwnParser, file_to_write, make_console
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.tui.live import phases
 from telescope.utils.text import user_path
@@ -40,10 +41,11 @@ EPILOG = """\
 Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+def build_parser() -> CommandParser:
     usage = "telescope verify [--config FILE] [--json FILE] [--template] [--FIELD VALUE ...]"
-    parser = OwnParser(prog="telescope verify", usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    parser = CommandParser(
+        prog="telescope verify", takes_fields=True, usage=usage, description=DESCRIPTION, epilog=EPILOG
+    )
     parser.add_argument(
         "--config", "-c", type=user_path, metavar="FILE",
         help="the configuration of a run (default: the tiny model on the CPU, built if missing)",
@@ -54,8 +56,12 @@ def run(argv: Sequence[str]) -> int:
         help="only print a conversation of each environment as the model reads it: the trained tokens, what ends an "
         "answer, where a new sample begins, and which message is lost. Needs no GPU",
     )  # fmt: skip
-    own, overrides = parser.take(argv)
-    loaded = _load(own.config, overrides)
+    return parser
+
+
+def run(own: argparse.Namespace) -> int:
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    loaded = _load(own.config, own.fields)
     if own.template:
         from telescope.cli.verify_template import print_template
 
