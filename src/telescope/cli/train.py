@@ -10,6 +10,7 @@ import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,31 +161,19 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Runs all checks that start nothing. Returns remarks. Raises ConfigError for all problems together.
+    """Makes all checks that start nothing. Returns remarks. Raises ConfigError for all problems together.
 
     Tries backend, model and parsers, which takes seconds, only if there is no other problem.
     """
-    from telescope.config import model_checks
-    from telescope.config.model_files import check_rendering
     from telescope.orchestrator import preflight
 
-    config = loaded.config
+    config, found = loaded.config, preflight.examine(loaded.config)
     notices: list[str] = []
-
-    def check_resume(config: TelescopeConfig) -> None:
-        if config.resume_from_checkpoint:
-            from telescope.orchestrator.resume import find_checkpoint
-
-            find_checkpoint(config, choose_run_dir(config))
-
-    def check_components(config: TelescopeConfig) -> None:
-        notices.extend(try_components(config, here=not (unusable or rest)))
-
-    unknown = preflight.find_problems(config, preflight.checks_of_environments())
-    unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, model_checks.check_model))
-    rest = preflight.find_problems(config, (check_resume, *preflight.checks_of_machine()))
-    trials = [] if unknown else preflight.find_problems(config, [check_components])
-    if problems := list(dict.fromkeys((*unknown, *unusable, *rest, *trials))):
+    problems = found.of()
+    if not found.of("environments"):
+        here = not problems
+        problems += preflight.problems_of(lambda: notices.extend(try_components(config, here=here)))
+    if problems:
         raise ConfigError("\n".join(problems))
     return [*loaded.notes, *preflight.find_remarks(config), *notices]
 
@@ -196,7 +185,7 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     that only another machine may have.
     """
     from telescope.evals.entries import environment_keys
-    from telescope.orchestrator import preflight
+    from telescope.orchestrator.preflight import problems_of
 
     if not here:
         return try_environments_of(config, environment_keys(config))  # keeps the class of its error
@@ -205,11 +194,11 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 
     notices: list[str] = []
     keys = environment_keys(config)
-    checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
     with ThreadPoolExecutor() as threads:  # each waits for its own process
-        others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
+        checks = (try_backend, try_model, check_chat_parsers)
+        others = [threads.submit(problems_of, partial(check, config)) for check in checks]
         # In this thread, because the process of the environments ends with the thread that started it.
-        problems = preflight.find_problems(config, [lambda one: notices.extend(try_environments_of(one, keys))])
+        problems = problems_of(lambda: notices.extend(try_environments_of(config, keys)))
         problems += [problem for other in others for problem in other.result()]
     if problems:
         raise ConfigError("\n".join(problems))
