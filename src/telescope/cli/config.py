@@ -30,12 +30,7 @@ def build_parser() -> CommandParser:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     explain = actions.add_parser("explain", help="what a field or section means; all fields without a name")
-    explain.add_argument(
-        "names",
-        nargs="*",
-        metavar="FIELD",
-        help="field, key of an entry, or section: learning_rate, evals.num_samples, Trainer",
-    )
+    explain.add_argument("names", nargs="*", metavar="FIELD", help="such as learning_rate, evals.num_samples, Trainer")
     explain.set_defaults(func=_explain)
 
     show = actions.add_parser("show", help="the whole configuration that a file resolves to, as YAML")

@@ -53,10 +53,17 @@ def print_dry_run(
     the run is meant for another machine or for assumed GPUs.
     """
     config = loaded.config
-    assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
+    assumed = None
+    if gpu_memory_gib is not None:
+        if config.device == "cpu":
+            raise ConfigError(
+                f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
+                '--gpu-memory-gib out, or set device to "auto" or "cuda"'
+            )
+        assumed = assumed_cluster(config, gpu_memory_bytes=math.ceil(gpu_memory_gib * GIB))
     found = preflight.examine(config, assumed)
     report, resumed = found.report, found.checkpoint
-    elsewhere = preflight.why_elsewhere(config)
+    elsewhere = found.elsewhere
     if assumed is not None:
         elsewhere = (
             f"GPUs of {gpu_memory_gib:g} GiB are assumed (--gpu-memory-gib): the plan is for a machine with "
@@ -164,24 +171,13 @@ def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
     )
 
 
-def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
-    """Returns a cluster with as many GPUs of this size as the run needs."""
-    if config.device == "cpu":
-        raise ConfigError(
-            f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
-            '--gpu-memory-gib out, or set device to "auto" or "cuda"'
-        )
-    return assumed_cluster(config, gpu_memory_bytes=math.ceil(gpu_memory_gib * GIB))
-
-
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
     """Plans the placement on this machine or on an assumed cluster."""
-    here = local_resources()
     if not elsewhere:
         try:
-            return plan_placement(config, here), here
+            return plan_placement(config, here := local_resources()), here
         except PlacementError:
             pass  # reported as a problem of this machine; the plan shows what the run needs
     assumed = assumed or assumed_cluster(config)

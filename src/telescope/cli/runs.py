@@ -118,8 +118,11 @@ def as_table(summaries: list[RunSummary]) -> Table:
         table.add_row(
             Text(plain(summary.name)),
             Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
-            _moment(summary.started_at),
-            _progress(summary),
+            "-" if summary.started_at is None else f"{datetime.fromtimestamp(summary.started_at):%Y-%m-%d %H:%M}",
+            # The total is left out when all steps are finished.
+            str(summary.steps)
+            if summary.num_steps in (None, summary.steps)
+            else f"{summary.steps}/{summary.num_steps}",
             _change(summary.reward_first, summary.reward_last),
             _change(summary.heldout_before, summary.heldout_after),
             duration(summary.duration),
@@ -145,17 +148,6 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _progress(summary: RunSummary) -> str:
-    """Formats `12/60` steps, without the total when all are finished."""
-    if summary.num_steps is None or summary.steps == summary.num_steps:
-        return str(summary.steps)
-    return f"{summary.steps}/{summary.num_steps}"
-
-
-def _moment(time: float | None) -> str:
-    return "-" if time is None else datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
 def _change(first: float | None, last: float | None) -> str:

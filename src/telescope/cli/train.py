@@ -18,9 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from telescope.cli.main import CommandParser, make_console
-from telescope.config import LoadedConfig, TelescopeConfig, load_config
+from telescope.config import LoadedConfig, TelescopeConfig, load_config, model_checks
 from telescope.config.loader import choose_run_dir, load_resumed_config
-from telescope.config.remarks import remarks_on_resuming
+from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.plan import resolve_device
+from telescope.config.remarks import remarks_on_place, remarks_on_resuming
 from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
@@ -175,7 +177,12 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
         problems += preflight.problems_of(lambda: notices.extend(try_components(config, here=here)))
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*loaded.notes, *preflight.find_remarks(config), *notices]
+    assert found.report is not None
+    joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
+    device = None if joins else resolve_device(config, local_resources())
+    sentence = model_checks.checkpoint_sentence(config, found.report)
+    remarks = [*remarks_on_place(config, device, found.report.shape), *([sentence] if sentence else [])]
+    return [*loaded.notes, *remarks, *notices]
 
 
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:

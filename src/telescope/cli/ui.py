@@ -50,40 +50,19 @@ def build_parser() -> CommandParser:
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret\n"
         "  telescope ui --export runs/demo a.html  the run as one file to send",
     )
-    parser.add_argument(
-        "places", nargs="*", metavar="RUN_DIR", help="a run, a folder of runs, or a W&B project as ENTITY/PROJECT"
-    )
+    parser.add_argument("places", nargs="*", metavar="RUN_DIR", help="run, folder of runs, or W&B's ENTITY/PROJECT")
     add_root(parser)
+    parser.add_argument("--demo", action="store_true", help="replay recorded runs, one of them live")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="first port to try (default: 8005); 0: any")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument(
-        "--demo", action="store_true", help="replay recorded runs, one of them live, in a temporary folder"
+        "--allow-host", action="append", default=[], metavar="NAME", help="accept this name, for a proxy"
     )
+    secret = "ask for the secret in the printed address (default: where other users or machines reach the dashboard)"
+    parser.add_argument("--token", action=argparse.BooleanOptionalAction, help=secret)
+    names = ("RUN_DIR", "FILE.html")
     parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"first port to try (default: {DEFAULT_PORT}); 0 takes any free one",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="accept this name of the machine, as behind a proxy",
-    )
-    parser.add_argument(
-        "--token",
-        action=argparse.BooleanOptionalAction,
-        help="ask for the secret in the printed address (default: where other users or machines reach the dashboard)",
-    )
-    parser.add_argument(
-        "--export",
-        nargs=2,
-        type=user_path,
-        metavar=("RUN_DIR", "FILE.html"),
-        help="write a run as one HTML file that opens without a server, and end",
+        "--export", nargs=2, type=user_path, metavar=names, help="write a run as one HTML file, and end"
     )
     parser.set_defaults(imports=("uvicorn", "telescope.dashboard.app"))
     return parser

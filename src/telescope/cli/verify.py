@@ -24,7 +24,7 @@ from telescope.tui.live import phases
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
-    from telescope.verify.checks import Check, Report
+    from telescope.verify.checks import Report
 
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
@@ -93,7 +93,9 @@ def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) 
     from telescope.verify.run import run_verification
 
     with phases("verification", notes) as view:
-        report, logs = run_verification(config, view, lambda check: view.say(_line(check)))
+        report, logs = run_verification(
+            config, view, lambda each: view.say(f"{'holds' if each.ok else 'FAILS'}  {each.name}: {each.measured}")
+        )
     if target is not None:
         target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     print_report(report, make_console(), logs)
@@ -114,7 +116,3 @@ def print_report(report: Report, console: Console, logs: Path | None) -> None:
     console.print(f"{said}; config {report.config_hash}, {report.seconds:.0f} s")
     if logs is not None:
         console.print(f"logs of its processes: {logs / 'logs'}", soft_wrap=True)
-
-
-def _line(check: Check) -> str:
-    return f"{'holds' if check.ok else 'FAILS'}  {check.name}: {check.measured}"

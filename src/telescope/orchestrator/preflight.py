@@ -35,7 +35,6 @@ from telescope.config.machine import (
 )
 from telescope.config.memory import GIB, estimate_memory
 from telescope.config.messages import show
-from telescope.config.model_checks import checkpoint_sentence
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.plan import (
     ClusterResources,
@@ -45,7 +44,6 @@ from telescope.config.plan import (
     plan_placement,
     resolve_device,
 )
-from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.environments.registry import check_environment
 from telescope.errors import ConfigError, UserError
@@ -95,8 +93,10 @@ class Findings:
     """All problems of a configuration, by the scope of their checks, and what was read to find them."""
 
     problems: dict[Scope, list[str]]
-    report: ModelReport | None
-    checkpoint: Checkpoint | None
+    elsewhere: str | None
+    """Why the run is meant for another machine, as a sentence. None if it is not."""
+    report: ModelReport | None = None
+    checkpoint: Checkpoint | None = None
 
     def of(self, *scopes: Scope) -> list[str]:
         """Returns the problems of some scopes, by default of all, without duplicates."""
@@ -108,7 +108,7 @@ def examine(config: TelescopeConfig, assumed: ClusterResources | None = None) ->
 
     Tries no user code, no backend and no engine.
     """
-    found = Findings({}, None, None)
+    found = Findings({}, why_elsewhere(config))
 
     def inspect(config: TelescopeConfig) -> None:
         found.report = inspect_model(config)
@@ -120,7 +120,7 @@ def examine(config: TelescopeConfig, assumed: ClusterResources | None = None) ->
             found.checkpoint = find_checkpoint(config, choose_run_dir(config))
 
     checks = [Check(inspect, "plan"), Check(find_resumed, "plan"), *CHECKS]
-    if assumed is not None or why_elsewhere(config):
+    if assumed is not None or found.elsewhere:
         checks = [check for check in checks if check.run != check_placement]
     for scope in get_args(Scope):
         subject: tuple[object, ...] = () if scope in ("environments", "plan", "here") else (found.report,)
@@ -129,16 +129,6 @@ def examine(config: TelescopeConfig, assumed: ClusterResources | None = None) ->
         chosen = [check for check in checks if check.scope == scope] if is_known else []
         found.problems[scope] = find_problems(chosen, config, *subject)
     return found
-
-
-def find_remarks(config: TelescopeConfig) -> list[str]:
-    """Returns remarks on a configuration without problems. They depend on this machine and on the model."""
-    joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
-    device = None if joins else resolve_device(config, local_resources())
-    report = inspect_model(config, ask_hub=False)
-    sentence = checkpoint_sentence(config, report)
-    remarks = remarks_on_place(config, device, report.shape)
-    return [*remarks, *([sentence] if sentence else [])]
 
 
 def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tuple[TelescopeConfig, list[str]]:
