@@ -95,7 +95,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
             check_package("ray"),
             check_vllm(gpus),
             check_torchvision(),
-            check_megatron(),
+            check_package("megatron-core", "note", "make setup MEGATRON=1, for train_backend megatron"),
             check_transformer_engine(),
             *check_default_run(),
             check_wandb(),
@@ -105,7 +105,11 @@ def run_checks(*, hub: bool = True) -> list[Check]:
 
 def check_default_run() -> Iterator[Check]:
     """Makes the checks of a run with the default configuration that concern a machine."""
-    config = load_config(None, ["--environments", "[{name: countdown}]"]).config
+    try:
+        config = load_config(None, ["--environments", "[{name: countdown}]"]).config
+    except UserError as error:  # by an environment variable
+        yield Check("configuration", "bad", str(error), "change the variable, or unset it")
+        return
     temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     can_write = partial(preflight.check_writable, "RAY_TMPDIR", temporary, "TMPDIR")
     for check in (*preflight.CHECKS, preflight.Check(lambda _: can_write(), doctor="temporary files")):
@@ -199,9 +203,9 @@ def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
     )  # fmt: skip
 
 
-def check_package(name: str) -> Check:
+def check_package(name: str, status: Status = "bad", fix: str = SET_UP) -> Check:
     version = installed_version(name)
-    return judge(name, version or "not installed", (not version, "bad", SET_UP))
+    return judge(name, version or "not installed", (not version, status, fix))
 
 
 def check_vllm(gpus: list[str]) -> Check:
@@ -231,13 +235,6 @@ def check_torchvision() -> Check:
     return Check("torchvision", "ok", torchvision or "not installed, and not needed")
 
 
-def check_megatron() -> Check:
-    """Checks megatron-core, which `train_backend: megatron` needs."""
-    core = installed_version("megatron-core")
-    fix = "make setup MEGATRON=1, for train_backend megatron"
-    return judge("megatron-core", core or "not installed", (not core, "note", fix))
-
-
 def check_transformer_engine() -> Check:
     """Checks the Megatron backend's optional kernels and their torch extension."""
     versions = {name: installed_version(name) for name in TRANSFORMER_ENGINE}
@@ -251,9 +248,8 @@ def check_transformer_engine() -> Check:
 
 
 def check_wandb() -> Check:
-    if has_credentials(os.environ):
-        return Check("W&B", "ok", "credentials found")
-    return Check("W&B", "note", "no credentials: runs are recorded offline", "wandb login, or use_wandb: false")
+    found = "credentials found" if (has := has_credentials(os.environ)) else "no credentials: runs are recorded offline"
+    return judge("W&B", found, (not has, "note", "wandb login, or use_wandb: false"))
 
 
 def check_hub(ask: Callable[[str, float], None] | None = None) -> Check:

@@ -97,9 +97,17 @@ def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.
 @pytest.mark.parametrize(("versions", "status"), [({}, "note"), ({"megatron-core": "0.19.2"}, "ok")])
 def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatch, versions, status):
     monkeypatch.setattr(doctor, "installed_version", versions.get)
-    check = doctor.check_megatron()
+    monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
+    (check,) = (check for check in doctor.run_checks(hub=False) if check.name == "megatron-core")
     assert check.status == status
     assert ("MEGATRON=1" in (check.fix or "")) == (status == "note")
+
+
+def test_a_variable_that_no_configuration_can_have_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", "~nobody-of-this-name/run")
+    (check,) = doctor.check_default_run()
+    assert check.status == "bad"
+    assert "TELESCOPE_RUN_DIR" in check.found
 
 
 @pytest.mark.parametrize("present", [{}, {"transformer-engine": "2.20.2"}])
