@@ -93,19 +93,14 @@ def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-def _interrupt_by_exception() -> None:
-    """Lets Ctrl-C raise `KeyboardInterrupt` once there is something to clean up."""
-    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def call(name: str, argv: Sequence[str]) -> int:
     """Runs one subcommand and returns its exit code. Raises its errors."""
     module = importlib.import_module(f"telescope.cli.{name.replace('-', '_')}")
     arguments = module.build_parser().parse_args(argv)
     for needed in getattr(arguments, "imports", ()):
         importlib.import_module(needed)
-    _interrupt_by_exception()
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:  # from here on there may be something to clean up
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     action = getattr(arguments, "func", None) or module.run
     return int(action(arguments) or 0)
 

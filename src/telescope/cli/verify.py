@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
-from telescope.config import LoadedConfig, TelescopeConfig, load_config
+from telescope.config import LoadedConfig, load_config
 from telescope.tui.live import phases
 from telescope.utils.text import user_path
 
@@ -73,7 +72,20 @@ def run(own: argparse.Namespace) -> int:
     from telescope.cli.train import check_before_start, fit_to_machine
 
     loaded = fit_to_machine(loaded)
-    return _verify(loaded.config, check_before_start(loaded), own.json)
+    notes = check_before_start(loaded)
+
+    from telescope.verify.run import run_verification
+
+    with phases("verification", notes) as view:
+        report, logs = run_verification(
+            loaded.config,
+            view,
+            lambda each: view.say(f"{'holds' if each.ok else 'FAILS'}  {each.name}: {each.measured}"),
+        )
+    if own.json is not None:
+        own.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    print_report(report, make_console(), logs)
+    return 0 if report.ok else EXIT_FAILED
 
 
 def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
@@ -87,19 +99,6 @@ def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
         with warm_start_progress() as report:
             overrides = [f"--model={ensure_tiny_model(report=report)}", *overrides]
     return load_config(TINY_CONFIG, overrides)
-
-
-def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) -> int:
-    from telescope.verify.run import run_verification
-
-    with phases("verification", notes) as view:
-        report, logs = run_verification(
-            config, view, lambda each: view.say(f"{'holds' if each.ok else 'FAILS'}  {each.name}: {each.measured}")
-        )
-    if target is not None:
-        target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    print_report(report, make_console(), logs)
-    return 0 if report.ok else EXIT_FAILED
 
 
 def print_report(report: Report, console: Console, logs: Path | None) -> None:

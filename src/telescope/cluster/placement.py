@@ -104,7 +104,8 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
 
 async def _reserve_one(config: TelescopeConfig, role: Role, bundles: list[dict[str, float]]) -> PlacementGroup:
     """Reserves one group. Returns when Ray has placed all of it."""
-    strategy = getattr(config, f"ray_{role}_placement_strategy")
+    is_server = role == "inference"
+    strategy = config.ray_inference_placement_strategy if is_server else config.ray_trainer_placement_strategy
     group = placement_group(bundles, strategy=strategy)
     try:
         async with asyncio.timeout(config.ray_placement_timeout_s):
