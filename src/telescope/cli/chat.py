@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from telescope.cli.main import OwnParser
+from telescope.cli.main import CommandParser
 from telescope.cluster.reaper import Reaper
 from telescope.config.machine import LOOPBACK
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
@@ -40,10 +40,10 @@ inference are flags too, as for `telescope eval`: --inference_tensor_parallel_si
 COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-C stops an answer."
 
 
-def build_parser() -> OwnParser:
-    """Returns the parser of the command's own options. All other options are config fields."""
-    parser = OwnParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="telescope chat",
+        takes_fields=True,
         description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
         epilog=EPILOG,
     )
@@ -57,14 +57,13 @@ def build_parser() -> OwnParser:
     return parser
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     from telescope.inference.chat import ChatSettings, Conversation, connect
 
-    arguments, fields = build_parser().take(argv)
     target = find_target(arguments.path, arguments.step)
     _check_sampling(arguments)
-    config = build_config(target, fields)
+    config = build_config(target, arguments.fields)
     stops = find_stops(config, target)
     with serving(config, target) as (url, key):
         settings = ChatSettings(

@@ -1,9 +1,8 @@
 """Implements `telescope compact`, which merges files of ended runs. Parses and prints; `record.compact` merges."""
 
 import argparse
-from typing import Any
 
-from telescope.cli.main import EXIT_FAILED
+from telescope.cli.main import EXIT_FAILED, CommandParser
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root, warn_of_unreadable
 from telescope.errors import RunError
@@ -11,10 +10,9 @@ from telescope.record.compact import compact, file_sizes
 from telescope.utils.text import plain
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "compact",
-        help="merge the files of ended runs",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope compact",
         description="Merge the files of each table of ended runs into few large ones, for archives and for faster "
         "queries. Rows and their order stay. A live run is refused. May be interrupted at any time and repeated. "
         "Exits with 1 when files are damaged; those stay.",
@@ -22,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("run", nargs="+", metavar="RUN", help="a run: its folder, its name, or latest")
     add_root(parser)
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

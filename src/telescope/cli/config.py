@@ -5,13 +5,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import make_console
+from telescope.cli.main import CommandParser, make_console
 from telescope.config import EnvironmentEntry, EvalEntry, load_config
 from telescope.config.base import Section
 from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section, resolved_yaml
@@ -22,22 +21,16 @@ from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "config",
-        help="explain configuration fields, show what a file resolves to",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope config",
         epilog="examples: telescope config explain learning_rate evals.num_samples Trainer; "
         "telescope config show configs/examples/demo_countdown.yaml --set seed=1",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     explain = actions.add_parser("explain", help="what a field or section means; all fields without a name")
-    explain.add_argument(
-        "names",
-        nargs="*",
-        metavar="FIELD",
-        help="field, key of an entry, or section: learning_rate, evals.num_samples, Trainer",
-    )
+    explain.add_argument("names", nargs="*", metavar="FIELD", help="such as learning_rate, evals.num_samples, Trainer")
     explain.set_defaults(func=_explain)
 
     show = actions.add_parser("show", help="the whole configuration that a file resolves to, as YAML")
@@ -47,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
     defaults = actions.add_parser("defaults", help="every field with its default and description, as YAML")
     defaults.set_defaults(func=lambda _: print(default_yaml(), end=""))
+    return parser
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -77,29 +71,9 @@ MOST_USED = (
 """The fields that users change first, which the short help shows."""
 
 
-def print_train_help(console: Console, *, all_fields: bool = False) -> None:
+def print_train_help(parser: CommandParser, console: Console, *, all_fields: bool = False) -> None:
     """Prints the help of `telescope train`, with few or all fields."""
-    usage = "[bold]telescope train[/] --config FILE|--resume RUN_DIR [--dry-run] [--FIELD VALUE ...]\n"
-    console.print(usage)
-    console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
-    options = _grid()
-    options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
-    options.add_row("--resume RUN_DIR", "continue this run; flags override its config, and no --config is needed")
-    options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
-    options.add_row("--all", "with --dry-run: show every field, not only those that differ from their defaults")
-    options.add_row("--gpu-memory-gib N", "with --dry-run: check the plan for GPUs of N GiB each, not for this machine")
-    options.add_row("--help", "this text" if not all_fields else "the most used fields")
-    options.add_row("--help-all", "every field" if not all_fields else "this text")
-    console.print(options)
-    console.print(
-        "\nEvery field is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
-        "same; values are YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, "
-        "environment variables, the YAML file, flags.\n",
-        markup=False,
-        width=WIDEST,
-    )
-    console.print("[bold]Example[/]")
-    console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
+    print(parser.format_help())
     if all_fields:
         print_sections(console, SECTIONS)
         console.print("`telescope config explain FIELD` describes one in full.", style="dim", width=WIDEST)

@@ -3,8 +3,8 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
+from telescope.cli.main import CommandParser
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.orchestrator.checkpoints import read_meta
@@ -23,14 +23,12 @@ EPILOG = """examples:
 The result loads in transformers, in vLLM, and as `model` of another run. Models that are complete are skipped."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "convert",
-        help="turn checkpoints into Hugging Face models",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope convert",
         description="Turn checkpoints of a run into folders with safetensors files, config, tokenizer, chat template "
         "and generation config.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source, target = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
     source.add_argument("run", nargs="?", type=user_path, metavar="RUN_DIR", help="run directory")
@@ -44,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--adapter", action="store_true", help="of a LoRA run: write the adapter alone, as peft does")
     parser.add_argument("--push-to-hub", metavar="NAME", help="upload the model as NAME, with a model card")
     parser.add_argument("--private", action="store_true", help="with --push-to-hub: make a private repository")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,20 +25,23 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.config import machine
+from telescope.cli.main import CommandParser
+from telescope.config import load_config, machine
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
-from telescope.config.schema import TelescopeConfig
+from telescope.config.memory import GIB
 from telescope.errors import UserError
 from telescope.inference.vllm import support
-from telescope.orchestrator.preflight import VLLM_QUEUE_BYTES, plugin_problem
+from telescope.orchestrator import preflight
 from telescope.sandbox import SandboxConfig, get_provider
 from telescope.sandbox.registry import PROVIDERS
 from telescope.trackers.wandb import has_credentials
@@ -50,13 +52,14 @@ from telescope.utils.text import pluralize, user_path
 if TYPE_CHECKING:
     from telescope.cluster.checks import ProbeResults
 
-GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
 HUB_DEADLINE_SECONDS = 3.0
 ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, driver
-ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
-ENOUGH_DISK_BYTES = 5 * GIB
-ENOUGH_OPEN_FILES = 8192  # one socket per sample in flight (4,096 in the largest measured setting), on both ends
+ROOMS = (
+    ("object store", machine.SHARED_MEMORY, 2 * GIB, "docker run --shm-size=16g: Ray uses files on disk instead"),
+    ("disk", Path("runs"), 5 * GIB, "5 GiB and more for runs and checkpoints"),
+)
+"""Folders with the bytes that batches in Ray's object store and NCCL's buffers, or a run's files, take."""
 FARTHEST_CLOCK_SECONDS = 1.0  # beyond this, spans of two nodes would change their order
 SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
@@ -87,23 +90,35 @@ def run_checks(*, hub: bool = True) -> list[Check]:
         gpus = [f"{name} ({memory} MiB, driver {driver})" for name, memory, driver in found]
         checks = [
             *check_machine(gpus),
-            check_shared_memory(has_gpus=bool(gpus)),
-            check_open_files(),
             check_torch(torch_answer.result(), gpus),
             check_package("transformers"),
             check_package("ray"),
             check_vllm(gpus),
-            check_plugin(),
             check_torchvision(),
-            check_megatron(),
+            check_package("megatron-core", "note", "make setup MEGATRON=1, for train_backend megatron"),
             check_transformer_engine(),
-            check_writable("run directory", Path.cwd()),
-            check_writable("temporary files", Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
-            check_ray_cluster(),
-            check_port(),
+            *check_default_run(),
             check_wandb(),
         ]
         return [*checks, hub_answer.result()] if hub_answer is not None else checks
+
+
+def check_default_run() -> Iterator[Check]:
+    """Makes the checks of a run with the default configuration that concern a machine."""
+    try:
+        config = load_config(None, ["--environments", "[{name: countdown}]"]).config
+    except UserError as error:  # by an environment variable
+        yield Check("configuration", "bad", str(error), "change the variable, or unset it")
+        return
+    temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    can_write = partial(preflight.check_writable, "RAY_TMPDIR", temporary, "TMPDIR")
+    for check in (*preflight.CHECKS, preflight.Check(lambda _: can_write(), doctor="temporary files")):
+        if check.doctor:
+            try:
+                yield Check(check.doctor, "ok", str(check.run(config)))
+            except UserError as error:
+                found, _, fix = str(error).partition(". ")
+                yield Check(check.doctor, check.doctor_status, found, fix)
 
 
 def can_train(checks: list[Check]) -> bool:
@@ -126,14 +141,16 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
         (system != "Linux", "bad", "train on Linux; reading runs works everywhere"),
         (processor != "x86_64", "note", "untested: the pinned packages were tried on x86_64"),
     )  # fmt: skip
-    cores = len(os.sched_getaffinity(0))
+    cores, memory = machine.num_cores(), machine.memory_bytes()
     fix = "two or more, or the engine and the trainer take turns"
     yield judge("processor", pluralize(cores, "core"), (cores < 2, "note", fix))
-    pages = [os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")]
-    total, free = (os.sysconf("SC_PAGE_SIZE") * number for number in pages)
     fix = f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU"
-    found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it unused"
-    yield judge("memory", found, (total < ENOUGH_MEMORY_BYTES, "note", fix))
+    found = f"{memory / GIB:.1f} GiB, {psutil.virtual_memory().available / GIB:.1f} GiB of it available"
+    yield judge("memory", found, (memory < ENOUGH_MEMORY_BYTES, "note", fix))
+    for name, folder, enough, fix in ROOMS:
+        usage = shutil.disk_usage(machine.existing_parent(folder))
+        found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {folder}"
+        yield judge(name, found, (usage.free < enough, "note", fix))
     names = filter(None, (os.environ.get("CC"), "gcc", "cc", "clang"))
     compiler = next(filter(None, map(shutil.which, names)), None)
     fix = "install gcc: vLLM on GPU and torch.compile build kernels with it"
@@ -141,29 +158,6 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
     found = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
     fix = "none is needed for `make demo`; models of more than a few million parameters want one"
     yield judge("GPU", found or "no NVIDIA GPU", (not gpus, "note", fix))
-
-
-def check_shared_memory(path: Path = machine.SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
-    if not path.is_dir():
-        return Check("shared memory", "bad", f"{path} is missing", f"mount a tmpfs on {path}: Ray and vLLM need it")
-    usage = shutil.disk_usage(path)
-    found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {path}"
-    queues = f"docker run --shm-size=16g: vLLM needs {VLLM_QUEUE_BYTES >> 20} MiB for each server without a GPU"
-    store = "docker run --shm-size=16g: Ray uses slower files on disk instead"
-    return judge(
-        "shared memory", found,
-        (usage.free < VLLM_QUEUE_BYTES, "note" if has_gpus else "bad", queues),
-        (usage.free < ENOUGH_SHARED_MEMORY_BYTES, "note", store),
-    )  # fmt: skip
-
-
-def check_open_files() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_OPEN_FILES:
-        return Check("open files", "ok", f"limit {'none' if soft == resource.RLIM_INFINITY else soft}")
-    ceiling = "" if hard == resource.RLIM_INFINITY else f" (the system allows {hard})"
-    fix = f"ulimit -n {ENOUGH_OPEN_FILES}{ceiling}, for thousands of samples at once"
-    return Check("open files", "note", f"limit {soft}", fix)
 
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -209,9 +203,9 @@ def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
     )  # fmt: skip
 
 
-def check_package(name: str) -> Check:
+def check_package(name: str, status: Status = "bad", fix: str = SET_UP) -> Check:
     version = installed_version(name)
-    return judge(name, version or "not installed", (not version, "bad", SET_UP))
+    return judge(name, version or "not installed", (not version, status, fix))
 
 
 def check_vllm(gpus: list[str]) -> Check:
@@ -231,15 +225,6 @@ def check_vllm(gpus: list[str]) -> Check:
     )  # fmt: skip
 
 
-def check_plugin() -> Check:
-    """Checks the entry point through which vLLM finds Telescope's weight transfer. It needs an installed package."""
-    problem = plugin_problem()
-    if problem is None:
-        return Check("vllm plugin", "ok", "registered")
-    found, _, fix = problem.partition(". ")
-    return Check("vllm plugin", "bad", found, fix)
-
-
 def check_torchvision() -> Check:
     """Checks that torchvision matches torch. A CUDA build beside a CPU torch breaks `import transformers`."""
     torchvision, torch = installed_version("torchvision"), installed_version("torch")
@@ -248,13 +233,6 @@ def check_torchvision() -> Check:
         fix = "pip uninstall torchvision torchaudio torchcodec: text models need none of them"
         return Check("torchvision", "bad", found, fix)
     return Check("torchvision", "ok", torchvision or "not installed, and not needed")
-
-
-def check_megatron() -> Check:
-    """Checks megatron-core, which `train_backend: megatron` needs."""
-    core = installed_version("megatron-core")
-    fix = "make setup MEGATRON=1, for train_backend megatron"
-    return judge("megatron-core", core or "not installed", (not core, "note", fix))
 
 
 def check_transformer_engine() -> Check:
@@ -266,47 +244,12 @@ def check_transformer_engine() -> Check:
     return Check("Transformer Engine", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
-# --- places, ports, services ----------------------------------------------------------------------------------------
-
-
-def check_writable(name: str, folder: Path) -> Check:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        fix = "name another with run_dir or TELESCOPE_RUN_DIR (runs), RAY_TMPDIR or TMPDIR (temporary files)"
-        return Check(name, "bad", f"{folder}: {error.strerror}", fix)
-    free = shutil.disk_usage(folder).free
-    fix = f"{ENOUGH_DISK_BYTES // GIB} GiB and more for runs and checkpoints"
-    return judge(name, f"{folder} is writable, {free / GIB:.0f} GiB free", (free < ENOUGH_DISK_BYTES, "note", fix))
-
-
-def check_ray_cluster() -> Check:
-    address = str(default_of("ray_address"))
-    if machine.ray_cluster_is_configured(address):
-        return Check("Ray cluster", "ok", f"a run joins the one at {os.environ.get('RAY_ADDRESS') or address}")
-    node = machine.local_resources().nodes[0]
-    size = f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
-    return Check("Ray cluster", "ok", f"none running: a run starts its own on this machine ({size})")
-
-
-def check_port() -> Check:
-    """Checks the first port that a run reserves for servers."""
-    port = int(str(default_of("inference_base_port")))
-    problem = machine.listen_problem(machine.LOOPBACK, port)
-    fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"
-    return judge("inference port", f"{port}: {problem}" if problem else f"{port} is free", (problem, "note", fix))
-
-
-def default_of(field: str) -> object:
-    """Returns the schema's default of a configuration field."""
-    return TelescopeConfig.model_fields[field].default
+# --- services -------------------------------------------------------------------------------------------------------
 
 
 def check_wandb() -> Check:
-    if has_credentials(os.environ):
-        return Check("W&B", "ok", "credentials found")
-    return Check("W&B", "note", "no credentials: runs are recorded offline", "wandb login, or use_wandb: false")
+    found = "credentials found" if (has := has_credentials(os.environ)) else "no credentials: runs are recorded offline"
+    return judge("W&B", found, (not has, "note", "wandb login, or use_wandb: false"))
 
 
 def check_hub(ask: Callable[[str, float], None] | None = None) -> Check:
@@ -362,10 +305,9 @@ _MARKS: dict[Status, tuple[str, str]] = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine and its packages, with fixes",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope doctor",
         description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
         "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it. With --sandbox it "
         "creates real sandboxes of one provider instead, which may cost money, tries what the provider promises, "
@@ -384,7 +326,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--run-dir", type=user_path, default=Path("runs"), help="with --cluster: folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -22,15 +21,8 @@ from telescope.config import LoadedConfig, TelescopeConfig, model_checks
 from telescope.config.generate import yaml_text
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
-from telescope.config.memory import (
-    GIB,
-    EngineMemory,
-    TrainerMemory,
-    estimate_memory,
-    num_recomputed,
-    plan_staging,
-)
-from telescope.config.model_files import ModelReport, check_rendering, inspect_model
+from telescope.config.memory import GIB, EngineMemory, TrainerMemory, estimate_memory, num_recomputed, plan_staging
+from telescope.config.model_files import ModelReport
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place, remarks_on_resuming
 from telescope.config.schema import SECTIONS
@@ -61,61 +53,47 @@ def print_dry_run(
     the run is meant for another machine or for assumed GPUs.
     """
     config = loaded.config
-    assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
-    found: list[Any] = [None, None]  # the report on the model, and the checkpoint
-
-    def inspect(config: TelescopeConfig) -> None:
-        found[0] = inspect_model(config)
-
-    def find_resumed(config: TelescopeConfig) -> None:
-        if config.resume_from_checkpoint:
-            from telescope.orchestrator.checkpoints import refuse_damage
-            from telescope.orchestrator.resume import find_checkpoint
-
-            found[1] = find_checkpoint(config, choose_run_dir(config))
-            refuse_damage(found[1].path, found[1].meta)
-
-    unknown = preflight.find_problems(config, preflight.checks_of_environments())
-    problems = [*unknown, *preflight.find_problems(config, [check_rendering, inspect, find_resumed])]
-    report: ModelReport | None = found[0]
-    resumed: Checkpoint | None = found[1]
-    elsewhere = preflight.why_elsewhere(config)
+    assumed = None
+    if gpu_memory_gib is not None:
+        if config.device == "cpu":
+            raise ConfigError(
+                f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
+                '--gpu-memory-gib out, or set device to "auto" or "cuda"'
+            )
+        assumed = assumed_cluster(config, gpu_memory_bytes=math.ceil(gpu_memory_gib * GIB))
+    found = preflight.examine(config, assumed)
+    report, resumed = found.report, found.checkpoint
+    elsewhere = found.elsewhere
     if assumed is not None:
         elsewhere = (
             f"GPUs of {gpu_memory_gib:g} GiB are assumed (--gpu-memory-gib): the plan is for a machine with "
             f"{assumed.gpus} of them, and the placement shown is on assumed nodes."
         )
-    of_machine = [
-        check for check in preflight.checks_of_machine() if not elsewhere or check != preflight.check_placement
-    ]
-    here = preflight.find_problems(config, of_machine)
+    problems, here = found.of("environments", "plan"), found.of("here")
+    if resumed is not None:
+        from telescope.orchestrator.checkpoints import refuse_damage
+
+        problems += preflight.problems_of(lambda: refuse_damage(resumed.path, resumed.meta))
     notices: list[str] = []
 
-    def try_components(config: TelescopeConfig) -> None:
-        is_right = not (problems or here or preflight.find_problems(config, [preflight.check_packages]))
+    def try_components() -> None:
         try:
-            notices.extend(try_user_code(is_right and elsewhere is None))
+            notices.extend(try_user_code(not (problems or here or elsewhere)))
         except UnreachableError as error:
             if elsewhere is None:
                 raise
             notices.append(f"Not checked on this machine: {error}")
 
-    trials = [] if unknown else preflight.find_problems(config, [try_components])
+    trials = [] if found.of("environments") else preflight.problems_of(try_components)
     if report is None or problems:
         raise ConfigError("\n".join([*problems, *([] if elsewhere else here), *trials]))
-    # `report` is reused, so that the hub is not contacted again.
-    with_files = (model_checks.check_report, model_checks.check_disk, model_checks.check_checkpoint_memory)
-    files = preflight.find_problems(config, [partial(check, report=report) for check in with_files])
-    machine = assumed or local_resources()
-    fit = preflight.find_problems(config, [partial(model_checks.check_fit, report=report, machine=machine)])
-    excluded = preflight.find_problems(config, [partial(model_checks.check_shape, report=report)])  # on every machine
+    remarked: list[str] = []
     if assumed is not None:
         # Prints the plan even if the hub cannot be reached and the sizes come from elsewhere.
-        refused, remarked = ([*excluded, *fit], [*here, *files]) if report.shape is not None else (files, here)
-    else:
-        everything = [*here, *files, *fit]
-        refused, remarked = (excluded, everything) if elsewhere else ([*excluded, *everything], [])
-    refused = [*refused, *trials]
+        remarked = found.of("here", "files") if report.shape is not None else here
+    elif elsewhere:
+        remarked = found.of("here", "files", "machine")
+    refused = [*(problem for problem in found.of() if problem not in remarked), *trials]
 
     _print_config(loaded, console, all_fields=all_fields)
     if resumed is not None:
@@ -193,24 +171,13 @@ def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
     )
 
 
-def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
-    """Returns a cluster with as many GPUs of this size as the run needs."""
-    if config.device == "cpu":
-        raise ConfigError(
-            f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
-            '--gpu-memory-gib out, or set device to "auto" or "cuda"'
-        )
-    return assumed_cluster(config, gpu_memory_bytes=math.ceil(gpu_memory_gib * GIB))
-
-
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
     """Plans the placement on this machine or on an assumed cluster."""
-    here = local_resources()
     if not elsewhere:
         try:
-            return plan_placement(config, here), here
+            return plan_placement(config, here := local_resources()), here
         except PlacementError:
             pass  # reported as a problem of this machine; the plan shows what the run needs
     assumed = assumed or assumed_cluster(config)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope.environments
+from telescope.cli.main import CommandParser
 from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
@@ -48,11 +49,9 @@ _PLAIN = (str, int, float, bool, list, tuple, dict)
 _STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bold"}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "envs",
-        help="list, describe, try or create environments",
-        description="Environments: where prompts come from and how answers are scored.",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope envs", description="Environments: where prompts come from and how answers are scored."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="all environments that can be found")
@@ -108,6 +107,7 @@ def add_parser(subparsers: Any) -> None:
     trying.set_defaults(func=run_try)
     checking.set_defaults(func=run_check)
     making.set_defaults(func=run_new)
+    return parser
 
 
 def run_list(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, OwnParser, file_to_write, make_console
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
 from telescope.errors import UserError
 from telescope.utils.text import user_path
 
@@ -45,10 +44,10 @@ FIELDS = ("checkpoint_dir", "wandb_run_path", "max_concurrent_samples_per_server
 """Options that are also fields of the file."""
 
 
-def build_parser() -> OwnParser:
-    """Returns the parser of the command's own options."""
-    parser = OwnParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="telescope eval",
+        takes_fields=True,
         usage="telescope eval [MODEL ...] [--eval NAME ...] [--config FILE] [options] [--FIELD VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -77,16 +76,15 @@ def build_parser() -> OwnParser:
     return parser
 
 
-def run(argv: Sequence[str]) -> int:
+def run(own: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    own, rest = build_parser().take(argv)
-    leading = list(takewhile(lambda argument: not argument.startswith("-"), rest))
+    leading = list(takewhile(lambda argument: not argument.startswith("-"), own.fields))
 
     from telescope.config.eval_config import load_eval_request
     from telescope.orchestrator.eval_run import prepare
 
     command = {name: value for name in FIELDS if (value := getattr(own, name)) is not None}
-    request = load_eval_request(own.config, rest[len(leading) :], command)
+    request = load_eval_request(own.config, own.fields[len(leading) :], command)
     run_path = _run_path(request.command.wandb_run_path)
     job = prepare(
         request,

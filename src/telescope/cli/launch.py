@@ -12,12 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
 
-from telescope.cli.main import OwnParser
+from telescope.cli.main import CommandParser
 from telescope.config import load_config
 from telescope.config.plan import assumed_cluster
 from telescope.errors import ConfigError, UserError
@@ -33,9 +32,8 @@ job of SkyPilot. It starts Ray, checks the nodes, and starts the run, or resumes
 Flags of fields (--learning_rate 5e-7) are passed on to the run."""
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separates the command's own arguments from the flags of config fields."""
-    parser = OwnParser(prog="telescope launch", description=DESCRIPTION)
+def build_parser() -> CommandParser:
+    parser = CommandParser(prog="telescope launch", takes_fields=True, description=DESCRIPTION)
     parser.add_argument("kind", choices=list(SUBMIT))
     parser.add_argument("--config", "-c", type=user_path, required=True, help="configuration of the run")
     parser.add_argument("--run-dir", type=user_path, help="folder of the run, on a file system that all nodes share")
@@ -53,13 +51,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--spot", help="kuberay: KEY=VALUE, label of spot nodes; skypilot: any text")
     parser.add_argument("--accelerator", help="skypilot: kind of GPU (default: H100)")
     parser.add_argument("--retries", type=int, help="kuberay, skypilot: new starts after a failure (default: 3)")
-    return parser.take(argv)
+    return parser
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints or submits the job. Returns the exit code. Raises `UserError` if the job could not run."""
-    arguments, flags = parse_arguments(argv)
-    recipe = render(arguments, flags)
+    recipe = render(arguments)
     if not arguments.submit:
         print(recipe)
         return 0
@@ -72,9 +69,9 @@ def run(argv: Sequence[str]) -> int:
         return subprocess.run([*command, file.name], check=False).returncode
 
 
-def render(arguments: argparse.Namespace, flags: Sequence[str]) -> str:
+def render(arguments: argparse.Namespace) -> str:
     """Returns the job for a command line. Raises `UserError`."""
-    config = load_config(arguments.config, flags, {}).config
+    config = load_config(arguments.config, arguments.fields, {}).config
     kind, folder = arguments.kind, arguments.run_dir or config.run_dir
     if folder is None:
         raise ConfigError("launch needs a new folder that all nodes share. Add --run-dir /shared/NAME")
@@ -109,7 +106,7 @@ def render(arguments: argparse.Namespace, flags: Sequence[str]) -> str:
     values = {**dict.fromkeys(vars(arguments)), **DEFAULTS, **given, "spot_key": spot_key, "spot_value": spot_value}
     values |= {
         "start": start,
-        "flags": "".join(f" {shlex.quote(flag)}" for flag in flags),
+        "flags": "".join(f" {shlex.quote(flag)}" for flag in arguments.fields),
         "name": re.sub(r"[^a-z0-9]+", "-", config.wandb_run_name.lower()).strip("-")[:40] or "telescope",
         "nodes": nodes,
         "gpus": gpus,

@@ -3,11 +3,10 @@
 Runs a subcommand and turns errors into messages and exit codes.
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
-started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package. Its
-`add_parser(subparsers)` sets `func`, and `imports` for modules to import first. The modules in `OWN_ARGUMENTS` have
-`run(argv)` instead. The only argument of the command itself is `--version`. Without a subcommand, it opens the
-dashboard if there are runs, and otherwise prints its help. `OwnParser` separates a command's own options from flags of
-fields.
+started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package: its
+`build_parser()` returns a `CommandParser`, and its `run(arguments)`, or the action that the arguments choose as `func`,
+returns the exit code. `imports` names modules to import first. The only argument of the command itself is `--version`.
+Without a subcommand, it opens the dashboard if there are runs, and otherwise prints its help.
 """
 
 from __future__ import annotations
@@ -31,19 +30,25 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-# In the order of the help, which begins with what a user needs first.
-COMMANDS = (
-    "train", "ui", "tui", "eval", "chat", "convert", "verify", "config", "doctor", "launch", "tiny_model", "envs",
-    "runs", "query", "compact", "sandbox",
-)  # fmt: skip
-OWN_ARGUMENTS = {
+COMMANDS = {
     "train": "train a model",
+    "ui": "open the dashboard",
+    "tui": "watch a run in the terminal",
     "eval": "measure checkpoints and models",
     "chat": "talk to a checkpoint or a model",
-    "launch": "train by a job of Slurm, KubeRay or SkyPilot",
+    "convert": "turn checkpoints into Hugging Face models",
     "verify": "check engine, trainer and weights on this machine",
+    "config": "explain configuration fields, show what a file resolves to",
+    "doctor": "check this machine and its packages, with fixes",
+    "launch": "train by a job of Slurm, KubeRay or SkyPilot",
+    "tiny-model": "make a model of a million parameters that can be trained on a CPU, or fetch a small released one",
+    "envs": "list, describe, try or create environments",
+    "runs": "list runs",
+    "query": "query runs with SQL",
+    "compact": "merge the files of ended runs",
+    "sandbox": "destroy sandboxes that runs left, or look into one",
 }
-"""Commands with a flag for every field of the schema, and their help texts. They parse their own arguments."""
+"""What each command does. The order begins with what a user needs first."""
 PIPE_WIDTH = 140
 LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
@@ -88,83 +93,93 @@ def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-def _interrupt_by_exception() -> None:
-    """Lets Ctrl-C raise `KeyboardInterrupt` once there is something to clean up."""
-    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+def call(name: str, argv: Sequence[str]) -> int:
+    """Runs one subcommand and returns its exit code. Raises its errors."""
+    module = importlib.import_module(f"telescope.cli.{name.replace('-', '_')}")
+    arguments = module.build_parser().parse_args(argv)
+    for needed in getattr(arguments, "imports", ()):
+        importlib.import_module(needed)
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:  # from here on there may be something to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    action = getattr(arguments, "func", None) or module.run
+    return int(action(arguments) or 0)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser with all subcommands."""
-    parser = argparse.ArgumentParser(
+def _dispatch(argv: list[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        return call(argv[0], argv[1:])
+    if argv and not argv[0].startswith("-"):
+        from telescope.utils.text import did_you_mean
+
+        hint = did_you_mean(argv[0], COMMANDS)
+        raise UserError(f"There is no command '{argv[0]}'.{hint} The commands are {', '.join(COMMANDS)}")
+    from telescope.cli.runs import folders_of_runs
+
+    if not argv and any(folder.is_dir() for folder in folders_of_runs(None)):
+        return call("ui", [])
+    parser = CommandParser(
         prog="telescope",
         description="Trains language models with reinforcement learning. Reads what runs have recorded.",
         epilog="`telescope COMMAND --help` explains a command.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"telescope {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        if name in OWN_ARGUMENTS:
-            subparsers.add_parser(name, help=OWN_ARGUMENTS[name], add_help=False)
-        else:
-            importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
-    return parser
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    parser.parse_args(argv)
+    parser.print_help()
+    return 0
 
 
-def _dispatch(arguments: list[str]) -> int:
-    if arguments and arguments[0] in OWN_ARGUMENTS:
-        module = importlib.import_module(f"telescope.cli.{arguments[0]}")
-        _interrupt_by_exception()
-        return int(module.run(arguments[1:]))
-    names = [name.replace("_", "-") for name in COMMANDS]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
-        from telescope.utils.text import did_you_mean
+class _Formatter(argparse.HelpFormatter):
+    """Wraps a text of one line, and keeps the lines of others, such as examples."""
 
-        hint = did_you_mean(arguments[0], names)
-        raise UserError(f"There is no command '{arguments[0]}'.{hint} The commands are {', '.join(names)}")
-    parser = build_parser()
-    from telescope.cli.runs import folders_of_runs
-
-    if not arguments and any(folder.is_dir() for folder in folders_of_runs(None)):
-        arguments = ["ui"]
-    parsed = parser.parse_args(arguments)
-    if not hasattr(parsed, "func"):
-        parser.print_help()
-        return 0
-    for name in getattr(parsed, "imports", ()):
-        importlib.import_module(name)
-    _interrupt_by_exception()
-    return int(parsed.func(parsed) or 0)
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _StoreOnce(argparse.Action):
     """Stores a value and refuses a second one."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        if (before := getattr(namespace, self.dest)) is not None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if option_string and (before := parser.given.setdefault(self.dest, values)) is not values:
             raise ConfigError(f"{self.option_strings[0]} is given twice: {before} and {values}. Give it once")
         setattr(namespace, self.dest, values)
 
 
-class OwnParser(argparse.ArgumentParser):
-    """Parses a command's own options and leaves the flags of config fields. Raises `ConfigError`."""
+class CommandParser(argparse.ArgumentParser):
+    """Parses the arguments of a command. Raises `ConfigError` with the fix.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Accepts `--some_flag` for `--some-flag`. With `takes_fields`, all other arguments are left in `fields`, in their
+    order; without, they are refused.
+    """
+
+    def __init__(self, *, takes_fields: bool = False, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, **settings}, allow_abbrev=False)
         self.register("action", None, _StoreOnce)
+        self.takes_fields = takes_fields
+        self.given: dict[str, Any] = {}
 
-    def take(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Returns the values of the options, and the remaining arguments. Accepts `--some_flag` for `--some-flag`."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = {}
         own = [name for action in self._actions for name in action.option_strings]
         spelled = []
-        for argument in argv:
+        for argument in args:
             flag, equals, value = argument.partition("=")
             dashed = flag.replace("_", "-")
             spelled.append(f"{dashed}{equals}{value}" if dashed in own else argument)
-        return self.parse_known_args(spelled)
+        parsed, rest = super().parse_known_args(spelled, namespace)
+        if self.takes_fields:
+            parsed.fields = rest
+        elif rest:
+            from telescope.utils.text import nearest_name
+
+            near = nearest_name(
+                rest[0].partition("=")[0].strip("-"), [name.strip("-").replace("-", "_") for name in own]
+            )
+            hint = f" Did you mean --{near.replace('_', '-')}?" if near and rest[0].startswith("-") else ""
+            raise ConfigError(f"Unexpected argument {rest[0]!r}.{hint} `{self.prog} --help` lists the arguments")
+        return parsed, []
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         return []  # argparse would read `-config x` as `-c onfig`

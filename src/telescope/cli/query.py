@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, LONGEST_ERROR
+from telescope.cli.main import EXIT_FAILED, LONGEST_ERROR, CommandParser
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
@@ -22,10 +22,9 @@ from telescope.utils.text import did_you_mean, plain, pluralize
 LATEST = "latest"  # value of `--run` for the run that started last
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "query",
-        help="query runs with SQL",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope query",
         description="Run a DuckDB query over the tables of one run or of all runs in a folder, including live ones. "
         "Exits with 1 when files are damaged and the answer lacks their rows.",
         epilog="example: telescope query \"select step, reward_mean, metrics['entropy'] from steps\" --run latest",
@@ -37,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_root(parser)
     parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.main import CommandParser
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
 from telescope.utils.text import plain, user_path
 
@@ -26,10 +27,9 @@ _NO_LIMIT = 100_000  # more columns than any table needs
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "runs",
-        help="list runs",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope runs",
         description="List the runs in a folder, newest first: status, steps (of how many), mean reward of the first "
         "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run is dead if its "
         "process exited without writing an end.",
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.add_argument("--watch", action="store_true", help="show the table anew every 5 seconds, until Ctrl-C")
-    parser.set_defaults(func=run)
+    return parser
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +118,11 @@ def as_table(summaries: list[RunSummary]) -> Table:
         table.add_row(
             Text(plain(summary.name)),
             Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
-            _moment(summary.started_at),
-            _progress(summary),
+            "-" if summary.started_at is None else f"{datetime.fromtimestamp(summary.started_at):%Y-%m-%d %H:%M}",
+            # The total is left out when all steps are finished.
+            str(summary.steps)
+            if summary.num_steps in (None, summary.steps)
+            else f"{summary.steps}/{summary.num_steps}",
             _change(summary.reward_first, summary.reward_last),
             _change(summary.heldout_before, summary.heldout_after),
             duration(summary.duration),
@@ -145,17 +148,6 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _progress(summary: RunSummary) -> str:
-    """Formats `12/60` steps, without the total when all are finished."""
-    if summary.num_steps is None or summary.steps == summary.num_steps:
-        return str(summary.steps)
-    return f"{summary.steps}/{summary.num_steps}"
-
-
-def _moment(time: float | None) -> str:
-    return "-" if time is None else datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
 def _change(first: float | None, last: float | None) -> str:

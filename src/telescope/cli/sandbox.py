@@ -5,8 +5,8 @@ import asyncio
 import shlex
 import sys
 import uuid
-from typing import Any
 
+from telescope.cli.main import CommandParser
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
@@ -18,10 +18,9 @@ from telescope.utils.text import plain
 COMMAND_SECONDS = 600.0
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "sandbox",
-        help="destroy sandboxes that runs left, or look into one",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope sandbox",
         description="Sandboxes run code that a model writes, on this machine or in the cloud (docs/sandboxes.md).",
         epilog="`telescope doctor --sandbox NAME` checks a provider.",
     )
@@ -55,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     shell.add_argument("--image", default="", help="image, or for local a folder with a root file system")
     shell.add_argument("--memory-mb", type=int, default=2048, help="memory (default: 2048)")
     shell.set_defaults(func=run_shell)
+    return parser
 
 
 def run_reap(arguments: argparse.Namespace) -> int:

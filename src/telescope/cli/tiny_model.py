@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from telescope.cli.main import CommandParser
 from telescope.errors import UserError
 from telescope.tiny_model.cache import ModelRecipe, TinyModelSettings, WarmStartProgress, ensure_model, write_tiny_model
 from telescope.tiny_model.released import RELEASED
@@ -14,11 +15,10 @@ from telescope.tui.live import progress
 from telescope.utils.text import user_path
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "tiny-model",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope tiny-model",
         usage="telescope tiny-model [--output DIR] [--from MODEL] [options]",
-        help="make a model of a million parameters that can be trained on a CPU, or fetch a small released one",
         description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little of a task. "
         "With --from, get a chat model that was released instead. The last line printed is its folder.",
     )
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
             kind = {"action": argparse.BooleanOptionalAction}
         explanation = f"{field.metadata['help']} (default: {field.default})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, help=explanation, **kind)
-    parser.set_defaults(func=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

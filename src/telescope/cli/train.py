@@ -8,19 +8,21 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from telescope.cli.main import OwnParser, make_console
-from telescope.config import LoadedConfig, TelescopeConfig, load_config
+from telescope.cli.main import CommandParser, make_console
+from telescope.config import LoadedConfig, TelescopeConfig, load_config, model_checks
 from telescope.config.loader import choose_run_dir, load_resumed_config
-from telescope.config.remarks import remarks_on_resuming
+from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.plan import resolve_device
+from telescope.config.remarks import remarks_on_place, remarks_on_resuming
 from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
@@ -29,26 +31,67 @@ if TYPE_CHECKING:
     from telescope.orchestrator.status import RunSummary
 
 LARGEST_GPU_GIB = 100_000  # far above any GPU, to detect a value in bytes
+EPILOG = """\
+Every field is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the same; values are
+YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, environment variables, the
+YAML file, flags.
+
+example:
+  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1
+"""
 EXIT_STOPPED = 130  # the exit code of a command stopped by Ctrl-C
 
 
-def run(argv: Sequence[str]) -> int:
+def build_parser() -> CommandParser:
+    """Returns the parser, whose help `print_train_help` extends by the fields."""
+    parser = CommandParser(
+        prog="telescope train",
+        takes_fields=True,
+        add_help=False,
+        usage="telescope train --config FILE|--resume RUN_DIR [--dry-run] [--FIELD VALUE ...]",
+        description="Trains a model with reinforcement learning, configured by the YAML file and the flags.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--config", "-c", type=user_path, metavar="FILE", help="YAML file with the fields of this run")
+    parser.add_argument(
+        "--resume", type=user_path, metavar="RUN_DIR", help="continue this run; flags override its config"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the configuration, placement and memory; no start"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --dry-run: show also the fields that have their default"
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=_read_gib, metavar="N", help="with --dry-run: assume GPUs of N GiB each"
+    )
+    parser.add_argument("--help", "-h", action="store_const", const="short", help="the most used fields")
+    parser.add_argument("--help-all", dest="help", action="store_const", const="all", help="every field")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    arguments, overrides = parse_arguments(argv)
     if arguments.help:
         from telescope.cli.config import print_train_help
 
-        print_train_help(make_console(), all_fields=arguments.help == "all")
+        print_train_help(build_parser(), make_console(), all_fields=arguments.help == "all")
         return 0
-    if arguments.config is None and arguments.resume is None and not overrides:
+    for flag, value, why in (
+        ("--gpu-memory-gib", arguments.gpu_memory_gib, "assumes GPUs for a dry run; a run uses those of this machine"),
+        ("--all", arguments.all, "lists every field of a dry run"),
+    ):
+        if value and not arguments.dry_run:
+            raise ConfigError(f"{flag} {why}. Add --dry-run, or omit {flag}")
+    if arguments.config is None and arguments.resume is None and not arguments.fields:
         raise UserError(
             "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
             "`telescope train --help` lists its arguments"
         )
     if arguments.resume is not None:
-        loaded = load_resumed_config(arguments.resume, overrides, path=arguments.config)
+        loaded = load_resumed_config(arguments.resume, arguments.fields, path=arguments.config)
     else:
-        loaded = load_config(arguments.config, overrides)
+        loaded = load_config(arguments.config, arguments.fields)
     if arguments.gpu_memory_gib is None:
         loaded = fit_to_machine(loaded)
     if loaded.config.resume_from_checkpoint:
@@ -80,27 +123,6 @@ def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
 
     config, notes = preflight.fit_to_machine(loaded.config)
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
-
-
-def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separates the command's own arguments from the flags of config fields."""
-    parser = OwnParser(prog="telescope train", add_help=False)
-    parser.add_argument("--help", "-h", dest="help", action="store_const", const="short")
-    parser.add_argument("--help-all", dest="help", action="store_const", const="all")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--config", "-c", type=user_path)
-    parser.add_argument("--resume", type=user_path)
-    parser.add_argument("--gpu-memory-gib", type=_read_gib)
-    own, overrides = parser.take(argv)
-    if own.gpu_memory_gib is not None and not own.dry_run and not own.help:
-        raise ConfigError(
-            f"--gpu-memory-gib {own.gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
-            "machine. Add --dry-run, or omit --gpu-memory-gib"
-        )
-    if own.all and not own.dry_run and not own.help:
-        raise ConfigError("--all lists every field of a dry run. Add --dry-run, or omit --all")
-    return own, overrides
 
 
 def _read_gib(value: str) -> float:
@@ -141,33 +163,26 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Runs all checks that start nothing. Returns remarks. Raises ConfigError for all problems together.
+    """Makes all checks that start nothing. Returns remarks. Raises ConfigError for all problems together.
 
     Tries backend, model and parsers, which takes seconds, only if there is no other problem.
     """
-    from telescope.config import model_checks
-    from telescope.config.model_files import check_rendering
     from telescope.orchestrator import preflight
 
-    config = loaded.config
+    config, found = loaded.config, preflight.examine(loaded.config)
     notices: list[str] = []
-
-    def check_resume(config: TelescopeConfig) -> None:
-        if config.resume_from_checkpoint:
-            from telescope.orchestrator.resume import find_checkpoint
-
-            find_checkpoint(config, choose_run_dir(config))
-
-    def check_components(config: TelescopeConfig) -> None:
-        notices.extend(try_components(config, here=not (unusable or rest)))
-
-    unknown = preflight.find_problems(config, preflight.checks_of_environments())
-    unusable = preflight.find_problems(config, (preflight.check_packages, check_rendering, model_checks.check_model))
-    rest = preflight.find_problems(config, (check_resume, *preflight.checks_of_machine()))
-    trials = [] if unknown else preflight.find_problems(config, [check_components])
-    if problems := list(dict.fromkeys((*unknown, *unusable, *rest, *trials))):
+    problems = found.of()
+    if not found.of("environments"):
+        here = not problems
+        problems += preflight.problems_of(lambda: notices.extend(try_components(config, here=here)))
+    if problems:
         raise ConfigError("\n".join(problems))
-    return [*loaded.notes, *preflight.find_remarks(config), *notices]
+    assert found.report is not None
+    joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
+    device = None if joins else resolve_device(config, local_resources())
+    sentence = model_checks.checkpoint_sentence(config, found.report)
+    remarks = [*remarks_on_place(config, device, found.report.shape), *([sentence] if sentence else [])]
+    return [*loaded.notes, *remarks, *notices]
 
 
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
@@ -177,7 +192,7 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     that only another machine may have.
     """
     from telescope.evals.entries import environment_keys
-    from telescope.orchestrator import preflight
+    from telescope.orchestrator.preflight import problems_of
 
     if not here:
         return try_environments_of(config, environment_keys(config))  # keeps the class of its error
@@ -186,11 +201,11 @@ def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
 
     notices: list[str] = []
     keys = environment_keys(config)
-    checks: list[preflight.Check] = [try_backend, try_model, check_chat_parsers]
     with ThreadPoolExecutor() as threads:  # each waits for its own process
-        others = [threads.submit(preflight.find_problems, config, [check]) for check in checks]
+        checks = (try_backend, try_model, check_chat_parsers)
+        others = [threads.submit(problems_of, partial(check, config)) for check in checks]
         # In this thread, because the process of the environments ends with the thread that started it.
-        problems = preflight.find_problems(config, [lambda one: notices.extend(try_environments_of(one, keys))])
+        problems = problems_of(lambda: notices.extend(try_environments_of(config, keys)))
         problems += [problem for other in others for problem in other.result()]
     if problems:
         raise ConfigError("\n".join(problems))

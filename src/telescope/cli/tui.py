@@ -2,17 +2,16 @@
 
 import argparse
 import sys
-from typing import Any
 
+from telescope.cli.main import CommandParser
 from telescope.cli.query import LATEST, choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "tui",
-        help="watch a run in the terminal",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope tui",
         description="Watch a run in the terminal, live or afterwards, over SSH for example: verdict and health, "
         "metrics, answers, and logs. It only reads, and does not slow a run.",
         epilog="keys:\n"
@@ -24,13 +23,13 @@ def add_parser(subparsers: Any) -> None:
         "examples:\n"
         "  telescope tui                 the newest run in ./runs\n"
         "  telescope tui runs/demo       this run",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run", nargs="?", default=LATEST, metavar="RUN_DIR", help="a run: its folder, its name, or latest (the default)"
     )
     add_root(parser)
-    parser.set_defaults(func=run, imports=("telescope.tui.app",))
+    parser.set_defaults(imports=("telescope.tui.app",))
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,9 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from telescope.cli.main import CommandParser
 from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
@@ -34,10 +35,9 @@ PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?
 CLOSE_SECONDS = 1  # How long running requests may take after Ctrl-C. Open pages reconnect by themselves.
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "ui",
-        help="open the dashboard",
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="telescope ui",
         description="Serve the dashboard: progress and health of runs, metrics, answers, timeline, evals and logs, "
         "live and afterwards. It only reads, and does not slow a run. Press Ctrl-C to end it.",
         epilog="examples:\n"
@@ -49,44 +49,23 @@ def add_parser(subparsers: Any) -> None:
         "  ssh -L 8005:localhost:8005 MACHINE      then open http://localhost:8005 here\n"
         "  telescope ui --host 0.0.0.0             reachable from other machines; the printed address has a secret\n"
         "  telescope ui --export runs/demo a.html  the run as one file to send",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "places", nargs="*", metavar="RUN_DIR", help="a run, a folder of runs, or a W&B project as ENTITY/PROJECT"
-    )
+    parser.add_argument("places", nargs="*", metavar="RUN_DIR", help="run, folder of runs, or W&B's ENTITY/PROJECT")
     add_root(parser)
+    parser.add_argument("--demo", action="store_true", help="replay recorded runs, one of them live")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="first port to try (default: 8005); 0: any")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument(
-        "--demo", action="store_true", help="replay recorded runs, one of them live, in a temporary folder"
+        "--allow-host", action="append", default=[], metavar="NAME", help="accept this name, for a proxy"
     )
+    secret = "ask for the secret in the printed address (default: where other users or machines reach the dashboard)"
+    parser.add_argument("--token", action=argparse.BooleanOptionalAction, help=secret)
+    names = ("RUN_DIR", "FILE.html")
     parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"first port to try (default: {DEFAULT_PORT}); 0 takes any free one",
+        "--export", nargs=2, type=user_path, metavar=names, help="write a run as one HTML file, and end"
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="accept this name of the machine, as behind a proxy",
-    )
-    parser.add_argument(
-        "--token",
-        action=argparse.BooleanOptionalAction,
-        help="ask for the secret in the printed address (default: where other users or machines reach the dashboard)",
-    )
-    parser.add_argument(
-        "--export",
-        nargs=2,
-        type=user_path,
-        metavar=("RUN_DIR", "FILE.html"),
-        help="write a run as one HTML file that opens without a server, and end",
-    )
-    parser.set_defaults(func=run, imports=("uvicorn", "telescope.dashboard.app"))
+    parser.set_defaults(imports=("uvicorn", "telescope.dashboard.app"))
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,9 +6,9 @@ fails, 2 for bad input, 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, OwnParser, file_to_write, make_console
-from telescope.config import LoadedConfig, TelescopeConfig, load_config
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
+from telescope.config import LoadedConfig, load_config
 from telescope.tui.live import phases
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
-    from telescope.verify.checks import Check, Report
+    from telescope.verify.checks import Report
 
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
@@ -40,10 +40,11 @@ EPILOG = """\
 Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+def build_parser() -> CommandParser:
     usage = "telescope verify [--config FILE] [--json FILE] [--template] [--FIELD VALUE ...]"
-    parser = OwnParser(prog="telescope verify", usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    parser = CommandParser(
+        prog="telescope verify", takes_fields=True, usage=usage, description=DESCRIPTION, epilog=EPILOG
+    )
     parser.add_argument(
         "--config", "-c", type=user_path, metavar="FILE",
         help="the configuration of a run (default: the tiny model on the CPU, built if missing)",
@@ -54,8 +55,12 @@ def run(argv: Sequence[str]) -> int:
         help="only print a conversation of each environment as the model reads it: the trained tokens, what ends an "
         "answer, where a new sample begins, and which message is lost. Needs no GPU",
     )  # fmt: skip
-    own, overrides = parser.take(argv)
-    loaded = _load(own.config, overrides)
+    return parser
+
+
+def run(own: argparse.Namespace) -> int:
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    loaded = _load(own.config, own.fields)
     if own.template:
         from telescope.cli.verify_template import print_template
 
@@ -67,7 +72,20 @@ def run(argv: Sequence[str]) -> int:
     from telescope.cli.train import check_before_start, fit_to_machine
 
     loaded = fit_to_machine(loaded)
-    return _verify(loaded.config, check_before_start(loaded), own.json)
+    notes = check_before_start(loaded)
+
+    from telescope.verify.run import run_verification
+
+    with phases("verification", notes) as view:
+        report, logs = run_verification(
+            loaded.config,
+            view,
+            lambda each: view.say(f"{'holds' if each.ok else 'FAILS'}  {each.name}: {each.measured}"),
+        )
+    if own.json is not None:
+        own.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    print_report(report, make_console(), logs)
+    return 0 if report.ok else EXIT_FAILED
 
 
 def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
@@ -81,17 +99,6 @@ def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
         with warm_start_progress() as report:
             overrides = [f"--model={ensure_tiny_model(report=report)}", *overrides]
     return load_config(TINY_CONFIG, overrides)
-
-
-def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) -> int:
-    from telescope.verify.run import run_verification
-
-    with phases("verification", notes) as view:
-        report, logs = run_verification(config, view, lambda check: view.say(_line(check)))
-    if target is not None:
-        target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    print_report(report, make_console(), logs)
-    return 0 if report.ok else EXIT_FAILED
 
 
 def print_report(report: Report, console: Console, logs: Path | None) -> None:
@@ -108,7 +115,3 @@ def print_report(report: Report, console: Console, logs: Path | None) -> None:
     console.print(f"{said}; config {report.config_hash}, {report.seconds:.0f} s")
     if logs is not None:
         console.print(f"logs of its processes: {logs / 'logs'}", soft_wrap=True)
-
-
-def _line(check: Check) -> str:
-    return f"{'holds' if check.ok else 'FAILS'}  {check.name}: {check.measured}"

@@ -73,26 +73,20 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
 
     Raises DeadlineExceeded with the requested and the free resources after `ray_placement_timeout_s`.
     """
-    on_gpu = plan.device == "cuda"
-    tensor_parallel = config.inference_tensor_parallel_size
-    server = _bundle(config.ray_inference_cpus_per_worker * tensor_parallel, tensor_parallel if on_gpu else 0)
-    rank = _bundle(config.ray_trainer_cpus_per_worker, 1 if on_gpu else 0)
-    if on_gpu and config.share_gpus:
-        pair = {"CPU": server["CPU"] + rank["CPU"], "GPU": 1}
-        group = await _reserve_one(
-            config, "inference", [pair] * config.trainer_num_workers, config.ray_inference_placement_strategy
-        )
+    bundles: dict[Role, list[dict[str, float]]] = {"inference": [], "trainer": []}
+    for bundle in (placed.bundle for placed in plan.bundles):
+        bundles[bundle.role].append({"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}))
+    if plan.device == "cuda" and config.share_gpus:
+        pairs = zip(bundles["inference"], bundles["trainer"], strict=True)
+        joint = [{"CPU": server["CPU"] + rank["CPU"], "GPU": server["GPU"]} for server, rank in pairs]
+        group = await _reserve_one(config, "inference", joint)
         nodes = _nodes_of(group)
         # One bundle with one GPU for each pair of a server and a rank. Each of the two gets half of the GPU.
         return Placement(group, group, 0.5, 0.5, nodes, nodes)
-    requests: dict[Role, tuple[list[dict[str, float]], str]] = {
-        "inference": ([server] * config.num_inference_servers, config.ray_inference_placement_strategy),
-        "trainer": ([rank] * config.trainer_num_workers, config.ray_trainer_placement_strategy),
-    }
     groups: dict[Role, PlacementGroup] = {}
     try:
         for role in plan.order:
-            groups[role] = await _reserve_one(config, role, *requests[role])
+            groups[role] = await _reserve_one(config, role, bundles[role])
     except BaseException:
         for group in groups.values():
             remove_placement_group(group)
@@ -101,17 +95,17 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
     return Placement(
         groups["inference"],
         trainer or groups["inference"],
-        server.get("GPU", 0),
-        rank.get("GPU", 0),
+        bundles["inference"][0].get("GPU", 0),
+        bundles["trainer"][0].get("GPU", 0) if trainer else 0,
         _nodes_of(groups["inference"]),
         _nodes_of(trainer) if trainer else [],
     )
 
 
-async def _reserve_one(
-    config: TelescopeConfig, role: Role, bundles: list[dict[str, float]], strategy: str
-) -> PlacementGroup:
+async def _reserve_one(config: TelescopeConfig, role: Role, bundles: list[dict[str, float]]) -> PlacementGroup:
     """Reserves one group. Returns when Ray has placed all of it."""
+    is_server = role == "inference"
+    strategy = config.ray_inference_placement_strategy if is_server else config.ray_trainer_placement_strategy
     group = placement_group(bundles, strategy=strategy)
     try:
         async with asyncio.timeout(config.ray_placement_timeout_s):
@@ -136,10 +130,6 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
     """Returns the node id of each bundle."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(group.bundle_specs))]
-
-
-def _bundle(cpus: float, gpus: int) -> dict[str, float]:
-    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
 
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -26,8 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from telescope.cluster.actors import ActorExited, answer, use_temporary_directory
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
+from telescope.config.machine import memory_bytes
+from telescope.config.memory import GIB
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
-from telescope.environments.user_code import default_memory_limit
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
@@ -104,7 +105,7 @@ class RolloutActor:
         infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
         environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
         self._run(environments.start())
-        _limit_memory(default_memory_limit())
+        _limit_memory(memory_allowance())
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
         watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)
@@ -154,6 +155,15 @@ async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, file=log)
         rotate_log(path, MAX_LOG_BYTES)
         await asyncio.sleep(1.0)
+
+
+def memory_allowance() -> int:
+    """Returns how many bytes a worker may allocate in addition to what it has loaded.
+
+    It is a quarter of the memory, and at least 2 GiB: a reward that never stops allocating fails before the engine or
+    the trainer does.
+    """
+    return max(memory_bytes() // 4, 2 * GIB)
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -26,6 +26,7 @@ CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def local_resources() -> ClusterResources:
@@ -33,12 +34,23 @@ def local_resources() -> ClusterResources:
     gpus = visible_gpu_memory()
     node = NodeResources(
         name=platform.node() or "localhost",
-        cpus=float(len(os.sched_getaffinity(0))),
+        cpus=float(num_cores()),
         gpus=len(gpus),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=memory_bytes(),
         gpu_memory_bytes=min(gpus, default=None),
     )
     return ClusterResources((node,))
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> int:
+    """Returns the memory of this machine or, if lower, of its container."""
+    texts = [file.read_text().strip() for file in map(Path, CGROUP_LIMITS) if file.exists()]
+    return min([psutil.virtual_memory().total, *(int(text) for text in texts if text.isdigit())])
 
 
 def cpu_flags() -> frozenset[str]:

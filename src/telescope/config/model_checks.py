@@ -1,6 +1,6 @@
 """Checks of a run's model before the start: its files, its shape, and the memory and disks that it needs.
 
-They read a `ModelReport`, what the files say. `orchestrator.preflight` has the checks of everything else.
+They read a `ModelReport`, what the files say. `orchestrator.preflight` lists them with the checks of everything else.
 """
 
 from __future__ import annotations
@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING
 
 from telescope.config import lora, megatron
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
-from telescope.config.machine import SHARED_MEMORY, existing_parent, local_resources, ray_cluster_is_configured
+from telescope.config.machine import SHARED_MEMORY, existing_parent
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
-from telescope.config.model_files import ModelReport, architecture_of, inspect_model, vocabulary_size
+from telescope.config.model_files import ModelReport, architecture_of, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, resolve_device
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
-
-
-def check_model(config: TelescopeConfig) -> None:
-    """Checks the model's files, and refuses one that certainly does not fit here."""
-    report = inspect_model(config)
-    check_shape(config, report)
-    check_report(config, report)
-    check_disk(config, report)
-    check_checkpoint_memory(config, report)
-    check_fit(config, report, local_resources())
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
@@ -104,8 +94,6 @@ def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> Non
         return
     if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
         return
-    if ray_cluster_is_configured(config.ray_address):
-        return
     needed, free = checkpoint_bytes(config, report.shape), shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
         raise ConfigError(
@@ -113,12 +101,6 @@ def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> Non
             f"Start the container with more, such as `docker run --shm-size={-(-needed // GIB) + 8}g`, set "
             "checkpoint_save_training_state to false, or set checkpoint_every to 0"
         )
-
-
-def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Refuses a model that certainly does not fit `machine`."""
-    check_kv_cache(config, report, machine)
-    check_shared_gpu(config, report, machine)
 
 
 def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
@@ -133,7 +115,7 @@ def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: Clus
 
 def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
     """Checks that the KV cache fits `max_model_len` tokens. On GPUs only weights are counted beside it."""
-    if ray_cluster_is_configured(config.ray_address) or report.shape is None:
+    if report.shape is None:
         return
     device = resolve_device(config, machine)
     node = machine.nodes[0]

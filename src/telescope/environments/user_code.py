@@ -18,7 +18,6 @@ import asyncio
 import ctypes
 import importlib.util
 import inspect
-import os
 import sys
 import sysconfig
 import threading
@@ -268,20 +267,3 @@ def load_function(name: str, use: str) -> Callable[..., Any]:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(f"{use} {name!r}: {place} has no function {attribute!r}. It has: {', '.join(known) or 'none'}.")
     return function
-
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def default_memory_limit() -> int:
-    """Returns how many bytes a worker may allocate in addition to what it has loaded.
-
-    It is a quarter of the memory of the machine or, if lower, the container, and at least 2 GiB: a reward that never
-    stops allocating fails before the engine or the trainer does.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in map(Path, _CGROUP_LIMITS):
-        text = path.read_text().strip() if path.exists() else "max"
-        if text.isdigit():
-            memory = min(memory, int(text))
-    return max(memory // 4, 2 * 2**30)

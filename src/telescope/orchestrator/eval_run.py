@@ -128,12 +128,8 @@ def prepare(
         notes += [f"{run_dir} is live, so results are recorded in {output}"] if status == "live" else []
         run_dir = None
     job = EvalJob(config, targets, eval_numbers(entries, entries_of_run), digest, output.absolute(), run_dir, notes)
-    checks = (
-        preflight.check_packages, preflight.check_plugin, preflight.check_ray_address,
-        partial(preflight.check_placement, with_trainer=False), preflight.check_open_files,
-        preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
-    )  # fmt: skip
-    if problems := preflight.find_problems(config, checks):
+    placement = preflight.Check(partial(preflight.check_placement, with_trainer=False), alone=True)
+    if problems := preflight.find_problems([placement, *(c for c in preflight.CHECKS if c.evals)], config):
         raise ConfigError("\n".join(problems))
     _check_output(job)
     return job

@@ -1,6 +1,7 @@
 """Checks a configuration before a run starts anything.
 
-Checks environments, packages, ports, the run directory, cores and GPUs of this machine. Changes nothing, starts
+`CHECKS` lists all checks of a configuration: of environments, the model, packages, ports, the run directory, cores and
+GPUs. A run, its dry run, an evaluation and `telescope doctor` make those that concern them. Changes nothing, starts
 nothing, imports no environment. `model_checks` checks the model and `rules` the relations between fields.
 `telescope.cluster` plans again with the nodes of a running cluster.
 """
@@ -13,11 +14,13 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
-from telescope.config import megatron
+from telescope.config import megatron, model_checks
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import (
     LOOPBACK,
@@ -30,10 +33,9 @@ from telescope.config.machine import (
     require_port,
     visible_gpu_capabilities,
 )
-from telescope.config.memory import estimate_memory
+from telescope.config.memory import GIB, estimate_memory
 from telescope.config.messages import show
-from telescope.config.model_checks import checkpoint_sentence
-from telescope.config.model_files import inspect_model
+from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.plan import (
     ClusterResources,
     PlacementError,
@@ -42,7 +44,6 @@ from telescope.config.plan import (
     plan_placement,
     resolve_device,
 )
-from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.environments.registry import check_environment
 from telescope.errors import ConfigError, UserError
@@ -52,6 +53,7 @@ from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
+    from telescope.orchestrator.checkpoints import Checkpoint
 
 OTHER_OPEN_FILES = 512
 """Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
@@ -60,17 +62,73 @@ VLLM_QUEUE_BYTES = 160 << 20
 FP8_CAPABILITY = 8.9  # compute capability of the first GPUs with FP8 (Ada)
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm", "accelerate")
 
-Check = Callable[["TelescopeConfig"], None]  # Checks one thing. Raises `UserError`.
+Scope = Literal["environments", "plan", "model", "files", "machine", "here"]
 
 
-def find_remarks(config: TelescopeConfig) -> list[str]:
-    """Returns remarks on a configuration without problems. They depend on this machine and on the model."""
-    joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
-    device = None if joins else resolve_device(config, local_resources())
-    report = inspect_model(config, ask_hub=False)
-    sentence = checkpoint_sentence(config, report)
-    remarks = remarks_on_place(config, device, report.shape)
-    return [*remarks, *([sentence] if sentence else [])]
+@dataclass(frozen=True)
+class Check:
+    """One check of a configuration. `run` raises `UserError` with the problem and, as a sentence of its own, the fix.
+
+    `run` takes the arguments of its scope:
+    - environments, plan: the configuration. The outcome is the same on any machine, and the plan needs it.
+    - model: the configuration and the report on the model. The outcome is the same on any machine.
+    - files: the same. Free disks, the hub.
+    - machine: the same and the machine of the run, which may be an assumed one.
+    - here: the configuration. This machine, on which the run is started.
+    """
+
+    run: Callable[..., object]
+    scope: Scope = "here"
+    alone: bool = False
+    """Only for a run on this machine alone: one that joins a cluster is checked by its nodes."""
+    evals: bool = False
+    """Also for `telescope eval`, which has no trainer."""
+    doctor: str = ""
+    """What `telescope doctor` calls it. It makes the check with the default configuration."""
+    doctor_status: Literal["note", "bad"] = "bad"
+
+
+@dataclass
+class Findings:
+    """All problems of a configuration, by the scope of their checks, and what was read to find them."""
+
+    problems: dict[Scope, list[str]]
+    elsewhere: str | None
+    """Why the run is meant for another machine, as a sentence. None if it is not."""
+    report: ModelReport | None = None
+    checkpoint: Checkpoint | None = None
+
+    def of(self, *scopes: Scope) -> list[str]:
+        """Returns the problems of some scopes, by default of all, without duplicates."""
+        return list(dict.fromkeys(p for scope in scopes or self.problems for p in self.problems[scope]))
+
+
+def examine(config: TelescopeConfig, assumed: ClusterResources | None = None) -> Findings:
+    """Makes all checks. With `assumed`, or if the run is meant for another machine, its placement is not checked here.
+
+    Tries no user code, no backend and no engine.
+    """
+    found = Findings({}, why_elsewhere(config))
+
+    def inspect(config: TelescopeConfig) -> None:
+        found.report = inspect_model(config)
+
+    def find_resumed(config: TelescopeConfig) -> None:
+        if config.resume_from_checkpoint:
+            from telescope.orchestrator.resume import find_checkpoint
+
+            found.checkpoint = find_checkpoint(config, choose_run_dir(config))
+
+    checks = [Check(inspect, "plan"), Check(find_resumed, "plan"), *CHECKS]
+    if assumed is not None or found.elsewhere:
+        checks = [check for check in checks if check.run != check_placement]
+    for scope in get_args(Scope):
+        subject: tuple[object, ...] = () if scope in ("environments", "plan", "here") else (found.report,)
+        subject += (assumed or local_resources(),) if scope == "machine" else ()
+        is_known = None not in subject  # not so without the model's files, which is a problem of its own
+        chosen = [check for check in checks if check.scope == scope] if is_known else []
+        found.problems[scope] = find_problems(chosen, config, *subject)
+    return found
 
 
 def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tuple[TelescopeConfig, list[str]]:
@@ -110,41 +168,25 @@ def _exceeds_memory(config: TelescopeConfig, machine: ClusterResources) -> bool:
     return estimate.trainer.states * config.trainer_num_workers > memory
 
 
-def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
+def find_problems(checks: Iterable[Check], config: TelescopeConfig, *subject: object) -> list[str]:
     """Returns the problems that the checks find, without duplicates."""
-    problems = []
-    for look in checks:
-        try:
-            look(config)
-        except ConfigError as error:
-            problems += error.problems
-        except UserError as error:
-            problems.append(str(error).replace("\n", "\n  "))
+    problems: list[str] = []
+    joins = ray_cluster_is_configured(config.ray_address)
+    for check in checks:
+        if not (joins and check.alone):
+            problems += problems_of(partial(check.run, config, *subject))
     return list(dict.fromkeys(problems))
 
 
-def checks_of_environments() -> tuple[Check, ...]:
-    """Returns the checks that have the same outcome on any machine with this checkout."""
-    return (check_environments, check_evals)
-
-
-def checks_of_machine() -> tuple[Check, ...]:
-    """Returns the checks of the machine on which the run is started."""
-    return (
-        check_packages,
-        check_trackers,
-        check_plugin,
-        check_megatron,
-        check_ray_address,
-        check_placement,
-        check_quantization,
-        check_router_replay,
-        check_open_files,
-        check_shared_memory,
-        check_run_dir,
-        check_alert_command,
-        check_ports,
-    )
+def problems_of(act: Callable[[], object]) -> list[str]:
+    """Returns the problems with which `act` is refused."""
+    try:
+        act()
+    except ConfigError as error:
+        return error.problems
+    except UserError as error:
+        return [str(error).replace("\n", "\n  ")]
+    return []
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:
@@ -172,7 +214,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
     return None
 
 
-def check_packages(_: TelescopeConfig) -> None:
+def check_packages(_: TelescopeConfig) -> str:
     """Checks that the packages for training are installed. A plain `telescope` installation lacks them."""
     missing = [name for name in TRAINING_PACKAGES if not is_installed(name)]
     if missing:
@@ -181,6 +223,7 @@ def check_packages(_: TelescopeConfig) -> None:
             "a checkout, or with `pip install '.[cuda]'` there on a machine with an NVIDIA GPU; `telescope doctor` "
             "lists what else is missing"
         )
+    return f"{', '.join(TRAINING_PACKAGES)} are installed"
 
 
 def check_trackers(config: TelescopeConfig) -> None:
@@ -195,21 +238,17 @@ def check_trackers(config: TelescopeConfig) -> None:
         )
 
 
-def plugin_problem() -> str | None:
-    """Returns why vLLM does not find Telescope's plugin, and the fix. None if it does."""
-    entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
-    fix = "Install Telescope, with `make setup` in a checkout or `pip install -e .`: sources on the path are not enough"
-    for entry_point in entry_points:
-        if importlib.util.find_spec(entry_point.module) is not None:
-            return None
-        return f"the installed entry point names {entry_point.module}, which does not exist. {fix}"
-    return f"its entry point is not installed. {fix}"
-
-
-def check_plugin(_: TelescopeConfig) -> None:
+def check_plugin(_: TelescopeConfig) -> str:
     """Checks that vLLM finds Telescope's weight transfer among installed entry points."""
-    if problem := plugin_problem():
-        raise ConfigError(f"vLLM cannot load Telescope's plugin: {problem}")
+    entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
+    module = next((entry_point.module for entry_point in entry_points), None)
+    if module is not None and importlib.util.find_spec(module) is not None:
+        return "registered"
+    why = "its entry point is not installed" if module is None else f"its entry point {module} does not exist"
+    raise ConfigError(
+        f"vLLM cannot load Telescope's plugin: {why}. Install Telescope, with `make setup` in a checkout or "
+        "`pip install -e .`: sources on the path are not enough"
+    )
 
 
 def check_megatron(config: TelescopeConfig) -> None:
@@ -217,23 +256,30 @@ def check_megatron(config: TelescopeConfig) -> None:
     if config.train_backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError('train_backend is "megatron", which needs megatron-core: run make setup MEGATRON=1')
     megatron.check_transformer_engine(config)
-    if not ray_cluster_is_configured(config.ray_address):
-        megatron.check_gpu_fields(config, resolve_device(config, local_resources()), visible_gpu_capabilities())
 
 
-def check_shared_memory(config: TelescopeConfig) -> None:
+def check_gpu_fields(config: TelescopeConfig) -> None:
+    """Checks fields of Megatron that need GPUs, or GPUs of a generation."""
+    megatron.check_gpu_fields(config, _device(config), visible_gpu_capabilities())
+
+
+def _device(config: TelescopeConfig) -> Literal["cpu", "cuda"]:
+    return resolve_device(config, local_resources())
+
+
+def check_shared_memory(config: TelescopeConfig) -> str:
     """Checks the shared memory for queues between servers and workers."""
-    resources = local_resources()
-    has_queue = config.inference_tensor_parallel_size > 1 or resolve_device(config, resources) == "cpu"
-    if ray_cluster_is_configured(config.ray_address) or not has_queue or not SHARED_MEMORY.is_dir():
-        return
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"{SHARED_MEMORY} is missing. Mount a tmpfs there: Ray and vLLM need it")
+    has_queue = config.inference_tensor_parallel_size > 1 or _device(config) == "cpu"
     needed, free = config.num_inference_servers * VLLM_QUEUE_BYTES, shutil.disk_usage(SHARED_MEMORY).free
-    if free < needed:
+    if has_queue and free < needed:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, and {pluralize(config.num_inference_servers, 'server')} of "
             f"vLLM need {needed >> 20} MiB. Start the container with more, such as `docker run --shm-size=16g`, or "
             "lower inference_num_workers"
         )
+    return f"{free / GIB:.2f} GiB free in {SHARED_MEMORY}"
 
 
 def check_environments(config: TelescopeConfig) -> None:
@@ -248,26 +294,30 @@ def check_evals(config: TelescopeConfig) -> None:
         check_eval(entry.name, config.environments_path)
 
 
-def check_ray_address(config: TelescopeConfig) -> None:
+def check_ray_address(config: TelescopeConfig) -> str:
     """Checks that RAY_ADDRESS, which `ray_address: auto` uses, is a valid `ray_address`."""
     address = os.environ.get("RAY_ADDRESS", "")
     if config.ray_address == "auto" and (problem := client_address_problem(address)):
-        raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}; unset RAY_ADDRESS, or set it to such an address")
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}. Unset RAY_ADDRESS, or set it to such an address")
+    if ray_cluster_is_configured(config.ray_address):
+        return f"a run joins the one at {address or config.ray_address}"
+    node = local_resources().nodes[0]
+    size = f"{pluralize(int(node.cpus), 'core')}, {pluralize(node.gpus, 'GPU')}"
+    return f"none running: a run starts its own on this machine ({size})"
 
 
 def check_placement(config: TelescopeConfig, *, with_trainer: bool = True) -> None:
-    """Checks that the workers fit, unless the run joins a cluster."""
-    if not ray_cluster_is_configured(config.ray_address):
-        plan_placement(config, local_resources(), with_trainer=with_trainer)
+    """Checks that the workers fit."""
+    plan_placement(config, local_resources(), with_trainer=with_trainer)
 
 
 def check_quantization(config: TelescopeConfig) -> None:
-    """Checks that this machine's GPUs have FP8 if servers are quantized. Skipped for a run that joins a cluster."""
-    if config.inference_quantization == "none" or ray_cluster_is_configured(config.ray_address):
+    """Checks that this machine's GPUs have FP8 if servers are quantized."""
+    if config.inference_quantization == "none":
         return
     chosen = f"inference_quantization is {config.inference_quantization}, which requires GPUs with FP8"
     fix = 'Set inference_quantization to "none"'
-    if resolve_device(config, local_resources()) == "cpu":
+    if _device(config) == "cpu":
         raise ConfigError(f"{chosen}, and no GPU was found. {fix}, or use such a machine")
     lowest = min(visible_gpu_capabilities(), default=FP8_CAPABILITY)
     if lowest < FP8_CAPABILITY:
@@ -278,18 +328,17 @@ def check_quantization(config: TelescopeConfig) -> None:
 
 def check_router_replay(config: TelescopeConfig) -> None:
     """Checks that the installed vLLM returns routed experts for router replay."""
-    if not config.router_replay or ray_cluster_is_configured(config.ray_address):
-        return
-    from telescope.inference.vllm.support import check_routes
+    if config.router_replay:
+        from telescope.inference.vllm.support import check_routes
 
-    check_routes(on_cpu=resolve_device(config, local_resources()) == "cpu")
+        check_routes(on_cpu=_device(config) == "cpu")
 
 
-def check_open_files(config: TelescopeConfig) -> None:
+def check_open_files(config: TelescopeConfig) -> str:
     """Checks that the limit of open files fits all samples. The driver raises it up to the hard limit."""
     most, (_, hard) = _most_prompts(config), resource.getrlimit(resource.RLIMIT_NOFILE)
     if most is None:
-        return
+        return "no limit" if hard == resource.RLIM_INFINITY else f"a process may open {hard:,}"
     slots = config.num_inference_servers * config.lanes_per_server
     raise ConfigError(
         f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
@@ -310,7 +359,7 @@ def _most_prompts(config: TelescopeConfig) -> int | None:
     return max(1, (hard - OTHER_OPEN_FILES) // (config.num_inference_servers * config.group_size))
 
 
-def check_run_dir(config: TelescopeConfig) -> None:
+def check_run_dir(config: TelescopeConfig) -> str:
     """Checks that run and checkpoint directories are writable and unused."""
     run_dir = choose_run_dir(config)
     # Without run_dir, RunDirectory.create chooses a free name if another run started in the same second.
@@ -326,12 +375,12 @@ def check_run_dir(config: TelescopeConfig) -> None:
             f"checkpoint_dir is {str(folder)!r}, which already holds checkpoints. Continue their run with "
             "resume_from_checkpoint: true, or choose another folder"
         )
-    _check_writable("run_dir", run_dir, "TELESCOPE_RUN_DIR")
     if folder and config.checkpoint_every:
-        _check_writable("checkpoint_dir", folder.absolute(), "TELESCOPE_CHECKPOINT_DIR")
+        check_writable("checkpoint_dir", folder.absolute(), "TELESCOPE_CHECKPOINT_DIR")
+    return check_writable("run_dir", run_dir, "TELESCOPE_RUN_DIR")
 
 
-def _check_writable(field: str, folder: Path, variable: str) -> None:
+def check_writable(field: str, folder: Path, variable: str) -> str:
     """Checks that a folder, or its nearest existing parent, can be written."""
     place = existing_parent(folder)
     fix = f"Set {field} (or {variable}) to a directory that you may write"
@@ -345,16 +394,16 @@ def _check_writable(field: str, folder: Path, variable: str) -> None:
         raise ConfigError(
             f"{field} is {str(folder)!r}, but {place} is not writable ({error.strerror}). {fix}"
         ) from None
+    return f"{place} is writable"
 
 
-def check_ports(config: TelescopeConfig) -> None:
+def check_ports(config: TelescopeConfig) -> str:
     """Checks that the servers' ports are free on this machine."""
-    if ray_cluster_is_configured(config.ray_address):
-        return  # the servers may run elsewhere, and each reports its own port
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
     count = config.num_inference_servers
     for server in range(count):
         require_port(host, config.inference_base_port + server, server=server, num_servers=count)
+    return f"{config.inference_base_port} is free"
 
 
 def check_alert_command(config: TelescopeConfig) -> None:
@@ -364,3 +413,30 @@ def check_alert_command(config: TelescopeConfig) -> None:
             f"alert_command: {config.alert_command[0]!r} is not a program on the PATH or an executable file. Give its "
             "whole path, or make it executable"
         )
+
+
+CHECKS = (
+    Check(check_environments, "environments"),
+    Check(check_evals, "environments", evals=True),
+    Check(check_rendering, "plan"),
+    Check(model_checks.check_shape, "model"),
+    Check(model_checks.check_report, "files"),
+    Check(model_checks.check_disk, "files"),
+    Check(model_checks.check_checkpoint_memory, "files", alone=True),
+    Check(model_checks.check_kv_cache, "machine", alone=True),
+    Check(model_checks.check_shared_gpu, "machine"),
+    Check(check_packages, evals=True, doctor="packages"),
+    Check(check_trackers),
+    Check(check_plugin, evals=True, doctor="vllm plugin"),
+    Check(check_megatron),
+    Check(check_gpu_fields, alone=True),
+    Check(check_ray_address, evals=True, doctor="Ray cluster"),
+    Check(check_placement, alone=True),
+    Check(check_quantization, alone=True),
+    Check(check_router_replay, alone=True),
+    Check(check_open_files, evals=True, doctor="open files", doctor_status="note"),
+    Check(check_shared_memory, alone=True, evals=True, doctor="shared memory"),
+    Check(check_run_dir, doctor="run directory"),
+    Check(check_alert_command),
+    Check(check_ports, alone=True, evals=True, doctor="inference ports", doctor_status="note"),
+)

@@ -23,10 +23,9 @@ from tests.integration.environments.conftest import ENVIRONMENTS, save_byte_toke
 from telescope.cluster import rollout_group
 from telescope.cluster.ray_cluster import Cluster, connect, disconnect
 from telescope.cluster.reaper import Reaper
-from telescope.cluster.rollout_group import RolloutGroup
+from telescope.cluster.rollout_group import RolloutGroup, memory_allowance
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentSpec
-from telescope.environments.user_code import default_memory_limit
 from telescope.errors import InfrastructureError, UserError
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -246,7 +245,7 @@ async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground
         worker = psutil.Process(int(first.reward.sample_metrics["pid"]))
         limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
         used = worker.memory_info().data
-        assert used < limit <= used + default_memory_limit()
+        assert used < limit <= used + memory_allowance()
         worker.rlimit(psutil.RLIMIT_DATA, (used + 2**29, -1))  # a quarter of the machine takes long to fill
         groups = await run.run("gorge", *[FINE] * 5)
         assert "MemoryError" in (groups[0][0].failure_message or "")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.cli.main import OwnParser
+from telescope.cli.main import COMMANDS, CommandParser, main
 from telescope.errors import ConfigError
 
 
 @pytest.fixture
-def parser() -> OwnParser:
-    parser = OwnParser(prog="telescope eval")
+def parser() -> CommandParser:
+    parser = CommandParser(prog="telescope eval", takes_fields=True)
     parser.add_argument("--config", "-c")
     parser.add_argument("--max-size", type=int)
     parser.add_argument("--eval", action="append")
@@ -19,15 +19,14 @@ def parser() -> OwnParser:
 
 def test_own_arguments_are_taken_in_every_spelling_and_the_rest_stays_in_order(parser):
     argv = ["runs/a", "--max_size=-5", "-c", "f_1.yaml", "--seed", "-1", "--eval", "a", "--b_2", "c d", "--eval=b_3"]
-    own, rest = parser.take(argv)
-    assert vars(own) == {"max_size": -5, "config": "f_1.yaml", "eval": ["a", "b_3"]}
-    assert rest == ["runs/a", "--seed", "-1", "--b_2", "c d"]
+    fields = ["runs/a", "--seed", "-1", "--b_2", "c d"]
+    own = {"max_size": -5, "config": "f_1.yaml", "eval": ["a", "b_3"]}
+    assert vars(parser.parse_args(argv)) == own | {"fields": fields}
 
 
 def test_a_word_after_one_dash_is_not_a_short_option_with_its_value(parser):
-    own, rest = parser.take(["-config", "x.yaml", "--stop", "-c5"])
-    assert vars(own)["config"] is None
-    assert rest == ["-config", "x.yaml", "--stop", "-c5"]
+    own = parser.parse_args(["-config", "x.yaml", "--stop", "-c5"])
+    assert (own.config, own.fields) == (None, ["-config", "x.yaml", "--stop", "-c5"])
 
 
 @pytest.mark.parametrize(
@@ -41,4 +40,28 @@ def test_a_word_after_one_dash_is_not_a_short_option_with_its_value(parser):
 )
 def test_an_argument_that_cannot_be_meant_is_refused(parser, argv, problem):
     with pytest.raises(ConfigError, match=problem):
-        parser.take(argv)
+        parser.parse_args(argv)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "envs try", "config show", "sandbox reap"])
+def test_every_command_has_help(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    assert f"usage: telescope {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["runs", "--jsn"], "Unexpected argument '--jsn'. Did you mean --json? `telescope runs --help` lists"),
+        (["envs", "list", "--jsn"], "Did you mean --json? `telescope envs list --help` lists"),
+        (["doctor", "--no_hub", "--waitseconds=3"], "Did you mean --wait-seconds?"),
+        (["runs", "one"], "Unexpected argument 'one'. `telescope runs --help`"),
+        (["query", "--format", "xml"], "--format: invalid choice: 'xml'"),
+        (["ui", "--port", "1", "--port", "2"], "--port is given twice: 1 and 2. Give it once"),
+        (["compact"], "the following arguments are required: RUN. `telescope compact --help` explains it"),
+        (["--verison"], "Did you mean --version?"),
+    ],
+)
+def test_a_usage_error_names_the_fix(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err

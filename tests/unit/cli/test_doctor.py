@@ -10,7 +10,10 @@ import pytest
 
 from telescope.cli import doctor
 from telescope.cli.doctor import Check
+from telescope.config import load_config
 from telescope.config.machine import LOOPBACK, PortHold
+from telescope.config.plan import ClusterResources, NodeResources
+from telescope.orchestrator import preflight
 
 CPU_TORCH: dict[str, object] = {"version": "2.13.0+cpu", "cuda": None, "gpus": 0, "gloo": True, "nccl": False}
 CUDA_TORCH: dict[str, object] = {"version": "2.11.0", "cuda": "13.0", "gpus": 1, "gloo": True, "nccl": True}
@@ -94,9 +97,17 @@ def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.
 @pytest.mark.parametrize(("versions", "status"), [({}, "note"), ({"megatron-core": "0.19.2"}, "ok")])
 def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatch, versions, status):
     monkeypatch.setattr(doctor, "installed_version", versions.get)
-    check = doctor.check_megatron()
+    monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
+    (check,) = (check for check in doctor.run_checks(hub=False) if check.name == "megatron-core")
     assert check.status == status
     assert ("MEGATRON=1" in (check.fix or "")) == (status == "note")
+
+
+def test_a_variable_that_no_configuration_can_have_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", "~nobody-of-this-name/run")
+    (check,) = doctor.check_default_run()
+    assert check.status == "bad"
+    assert "TELESCOPE_RUN_DIR" in check.found
 
 
 @pytest.mark.parametrize("present", [{}, {"transformer-engine": "2.20.2"}])
@@ -112,48 +123,64 @@ def test_a_missing_transformer_engine_is_named_with_the_fields_that_need_it(monk
     assert doctor.check_transformer_engine().status == "ok"
 
 
-def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pytest.MonkeyPatch):
+def default_run(monkeypatch: pytest.MonkeyPatch, **values: str) -> dict[str, Check]:
+    """Returns the checks of a run with the default configuration and `values`."""
+    flags = [f"--{name}={value}" for name, value in {"ray_address": "local", **values}.items()]
+    monkeypatch.setattr(doctor, "load_config", lambda path, given: load_config(path, [*given, *flags], {}))
+    return {check.name: check for check in doctor.check_default_run()}
+
+
+def test_a_port_in_use_is_a_note_with_the_field_that_changes_it(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((LOOPBACK, 0))
         listener.listen()
-        monkeypatch.setattr(doctor, "default_of", lambda field: listener.getsockname()[1])
-        check = doctor.check_port()
         port = listener.getsockname()[1]
+        check = default_run(monkeypatch, inference_base_port=str(port))["inference ports"]
     assert check.status == "note"
-    assert check.found == f"{port}: in use"
-    assert f"stop the process using port {port}" in str(check.fix)
-    assert "--inference_base_port" in str(check.fix)
+    assert check.found.startswith(f"inference_base_port is {port}, but port {port}")
+    assert check.fix is not None and check.fix.startswith("Stop the process that uses it, or set inference_base_port")
 
 
 def test_a_port_reserved_by_a_run_is_in_use_before_its_server_listens(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    monkeypatch.setattr(doctor, "default_of", lambda field: port)
     reserved = PortHold(port)
-    check = doctor.check_port()
+    check = default_run(monkeypatch, inference_base_port=str(port))["inference ports"]
     reserved.release()
-    assert (check.status, check.found) == ("note", f"{port}: in use")
-    assert f"stop the process using port {port}, perhaps another run, or set --inference_base_port" in str(check.fix)
-    assert doctor.check_port() == Check("inference port", "ok", f"{port} is free")
+    assert check.status == "note"
+    assert default_run(monkeypatch, inference_base_port=str(port))["inference ports"].status == "ok"
 
 
-def test_a_folder_that_cannot_be_written_keeps_training_from_running(tmp_path: Path):
-    assert doctor.check_writable("run directory", tmp_path / "nowhere").status == "bad"
-    assert doctor.check_writable("run directory", tmp_path).status in ("ok", "note")
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("packages", ("TRAINING_PACKAGES", ("no_such_package",))), ("run directory", None), ("temporary files", None)],
+)
+def test_what_a_run_would_refuse_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch, name, setting):
+    if setting is not None:
+        monkeypatch.setattr(preflight, *setting)
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/telescope")
+    checks = default_run(monkeypatch, run_dir="/proc/telescope")
+    assert checks[name].status == "bad"
+    assert checks[name].fix
+    assert not doctor.can_train(list(checks.values()))
 
 
-@pytest.mark.parametrize(("has_gpus", "status"), [(False, "bad"), (True, "note")])
-def test_shared_memory_below_one_queue_of_vllm_keeps_servers_on_the_cpu_from_starting(monkeypatch, has_gpus, status):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20, total=64 << 20))
-    check = doctor.check_shared_memory(Path("/dev"), has_gpus=has_gpus)
+@pytest.mark.parametrize(("gpus", "status"), [(0, "bad"), (1, "ok")])
+def test_shared_memory_below_the_queues_of_vllm_keeps_servers_on_the_cpu_from_starting(monkeypatch, gpus, status):
+    node = NodeResources("here", cpus=8.0, gpus=gpus, memory_bytes=8 << 30)
+    monkeypatch.setattr(preflight, "local_resources", lambda: ClusterResources((node,)))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20, total=64 << 20))
+    check = default_run(monkeypatch)["shared memory"]
     assert check.status == status
-    assert "0.06 of 0.06 GiB free" in check.found
-    assert "vLLM needs 160 MiB for each server" in str(check.fix)
+    assert ("2 servers of vLLM need 320 MiB" in check.found) == (status == "bad")
+    rooms = {check.name: check for check in doctor.check_machine([])}
+    assert (rooms["object store"].status, rooms["disk"].status) == ("note", "note")
 
 
-def test_shared_memory_that_is_missing_keeps_training_from_running(tmp_path: Path):
-    assert doctor.check_shared_memory(tmp_path / "shm").status == "bad"
+def test_shared_memory_that_is_missing_keeps_training_from_running(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", tmp_path / "shm")
+    assert default_run(monkeypatch)["shared memory"].status == "bad"
 
 
 def test_an_unreachable_hub_is_a_note_that_names_what_still_works(monkeypatch: pytest.MonkeyPatch):

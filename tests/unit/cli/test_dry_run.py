@@ -10,7 +10,7 @@ import pytest
 from tests.model_folder import write_model_folder
 from tests.unit.cli.conftest import FITTED, HERE, set_machine
 
-from telescope.cli import train, verify
+from telescope.cli import main
 from telescope.config import TelescopeConfig, machine
 from telescope.config.generate import default_yaml
 from telescope.config.plan import NodeResources
@@ -186,10 +186,10 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
     flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):
-        train.run(flags)
+        main.call("train", flags)
     assert any(words in note for note in shown)
     with pytest.raises(KeyboardInterrupt):
-        verify.run(flags)
+        main.call("verify", flags)
     assert words in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monke
     monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]", "checkpoint_every": 5}
     with pytest.raises(KeyboardInterrupt):
-        verify.run([f"--{name}={value}" for name, value in values.items()])
+        main.call("verify", [f"--{name}={value}" for name, value in values.items()])
     assert (started[0].checkpoint_every, started[0].save_final_model) == (0, False)
 
 
@@ -223,7 +223,7 @@ def test_debug_shows_the_stack_of_an_error_that_ends_a_run(monkeypatch, capsys, 
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
     monkeypatch.setattr("telescope.cli.train.check_before_start", lambda loaded: [])
     with pytest.raises(RunError):
-        train.run(["--environments", "[{name: countdown}]", f"--debug={str(debug).lower()}"])
+        main.call("train", ["--environments", "[{name: countdown}]", f"--debug={str(debug).lower()}"])
     assert ("in run_training" in capsys.readouterr().err) is debug
 
 

@@ -189,7 +189,9 @@ def test_a_sync_of_adapters_is_described_as_one(dry_run):
 
 def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("telescope.cli.dry_run.inspect_model", lambda config: inspect_model(config, ask_hub=False))
+    monkeypatch.setattr(
+        "telescope.orchestrator.preflight.inspect_model", lambda config: inspect_model(config, ask_hub=False)
+    )
     printed, error = dry_run(config=EXAMPLE, gpu=80, model="Qwen/Qwen2.5-3B")
     assert error is None
     assert "On this machine, a run would be refused: model is 'Qwen/Qwen2.5-3B'" in printed

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from telescope.cli import main as cli
 from telescope.cli import ui
-from telescope.cli.train import parse_arguments, print_summary
+from telescope.cli.train import build_parser, print_summary
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, RunError, UserError
 
@@ -90,26 +90,26 @@ def test_version_is_printed(capsys):
 
 
 def test_arguments_of_train_are_separated_from_fields():
-    own, fields = parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"])
-    assert (own.config, own.dry_run, own.help, fields) == (Path("a.yaml"), True, None, ["--seed", "1", "--debug"])
-    assert parse_arguments(["-c", "a.yaml", "-h"])[0].help == "short"
-    assert parse_arguments(["-h", "--help-all"])[0].help == "all"
-    assert parse_arguments(["--seed=1", "--config=a=b.yaml"])[0].config == Path("a=b.yaml")
+    own = build_parser().parse_args(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"])
+    assert (own.config, own.dry_run, own.help, own.fields) == (Path("a.yaml"), True, None, ["--seed", "1", "--debug"])
+    assert build_parser().parse_args(["-c", "a.yaml", "-h"]).help == "short"
+    assert build_parser().parse_args(["-h", "--help-all"]).help == "all"
+    assert build_parser().parse_args(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
 
 
 @pytest.mark.parametrize("arguments", [["--config"], ["--config", "--seed"], ["--config", "a", "--config", "b"]])
 def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
     with pytest.raises(ConfigError, match="--config"):
-        parse_arguments(arguments)
+        build_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(
     "flags", [["--gpu-memory-gib", "79.6"], ["--gpu-memory-gib=79.6"], ["--gpu_memory_gib", "79.6"]]
 )
 def test_a_dry_run_accepts_the_memory_of_a_gpu(flags):
-    assert parse_arguments(["--dry-run", *flags])[0].gpu_memory_gib == 79.6
-    assert parse_arguments([*flags, "--dry-run"])[1] == []
-    assert parse_arguments(["--dry-run"])[0].gpu_memory_gib is None
+    assert build_parser().parse_args(["--dry-run", *flags]).gpu_memory_gib == 79.6
+    assert build_parser().parse_args([*flags, "--dry-run"]).fields == []
+    assert build_parser().parse_args(["--dry-run"]).gpu_memory_gib is None
 
 
 @pytest.mark.parametrize("value", ["0", "-80", "nan", "inf", "1e300", "85899345920", "80GiB", "many", ""])
@@ -123,12 +123,12 @@ def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
 @pytest.mark.parametrize("arguments", [["--gpu-memory-gib"], ["--gpu-memory-gib", "--seed=1"]])
 def test_a_memory_without_a_number_is_refused(arguments):
     with pytest.raises(ConfigError, match="--gpu-memory-gib: expected one argument"):
-        parse_arguments(["--dry-run", *arguments])
+        build_parser().parse_args(["--dry-run", *arguments])
 
 
 def test_two_memories_are_refused():
     with pytest.raises(ConfigError, match=r"given twice: 80\.0 and 141.0"):
-        parse_arguments(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
+        build_parser().parse_args(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
 
 
 def test_a_run_accepts_no_gpu_memory_and_its_help_does(capsys):

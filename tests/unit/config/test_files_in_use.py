@@ -18,9 +18,10 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.errors import ConfigError
 from telescope.evals.base import EVALS, Eval, get_eval
 from telescope.evals.entries import check_eval_items, environment_keys
-from telescope.orchestrator.preflight import checks_of_environments, find_problems
+from telescope.orchestrator.preflight import CHECKS, find_problems
 
 COUNTDOWN = [{"name": "countdown"}]
+THAT_EXIST = [check for check in CHECKS if check.scope == "environments"]
 DATASET = ("dataset_name", "dataset_split")
 
 
@@ -86,7 +87,7 @@ def test_environments_and_evals_of_files_in_use_resolve_with_their_arguments(tmp
     is_eval = EVALS.has(name, ())
     entry = {"name": name, "kwargs": dict.fromkeys(kwargs)}
     values = {"environments": COUNTDOWN, "evals": [entry]} if is_eval else {"environments": [entry]}
-    assert find_problems(resolved(tmp_path, values).config, checks_of_environments()) == []
+    assert find_problems(THAT_EXIST, resolved(tmp_path, values).config) == []
     if is_eval:
         evaluation = get_eval(name, **entry["kwargs"])
         known = known_arguments(type(evaluation), Eval) | known_arguments(type(evaluation.env), Environment)
@@ -96,9 +97,7 @@ def test_environments_and_evals_of_files_in_use_resolve_with_their_arguments(tmp
 
 
 def test_an_environment_that_does_not_ship_is_refused_by_name(tmp_path):
-    (problem,) = find_problems(
-        resolved(tmp_path, {"environments": [{"name": "deepdive"}]}).config, checks_of_environments()
-    )
+    (problem,) = find_problems(THAT_EXIST, resolved(tmp_path, {"environments": [{"name": "deepdive"}]}).config)
     assert "'deepdive'" in problem
 
 

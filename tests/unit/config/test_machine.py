@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope.config import machine
 from telescope.config.machine import cpu_flags, ray_cluster_is_configured
 
 
@@ -43,3 +44,15 @@ def test_an_address_that_is_set_is_not_checked(note: Path, monkeypatch: pytest.M
 
 def test_the_instruction_sets_of_this_cpu_are_read() -> None:
     assert {"fpu", "sse2"} <= cpu_flags()
+
+
+@pytest.mark.parametrize(("limit", "is_lower"), [("1048576", True), ("max", False), (str(1 << 60), False)])
+def test_memory_is_that_of_the_container_if_it_has_less(
+    monkeypatch, tmp_path: Path, limit: str, is_lower: bool
+) -> None:
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (tmp_path / "missing",))
+    whole = machine.memory_bytes()
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (tmp_path / "missing", tmp_path / "memory.max"))
+    assert machine.memory_bytes() == (int(limit) if is_lower else whole)
+    assert machine.local_resources().nodes[0].memory_bytes == machine.memory_bytes()

@@ -251,7 +251,7 @@ def test_fp8_needs_hopper(monkeypatch, capabilities, is_refused):
     monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: capabilities)
     run = megatron(**{TE: True, FP8: True})
     with pytest.raises(ConfigError, match=r"^megatron_fp8 is true.*has 8\.9") if is_refused else nullcontext():
-        preflight.check_megatron(run)
+        preflight.check_gpu_fields(run)
 
 
 @pytest.mark.parametrize("changes", [{TP: 2}, {PP: 2}, {CP: 2}, {"megatron_optimizer_cpu_offload": True}])

@@ -63,15 +63,17 @@ def test_a_port_in_use_is_named_with_a_free_one(taken_port):
 
 
 def test_ports_on_another_cluster_are_not_judged_from_here(taken_port):
-    preflight.check_ports(config(inference_base_port=taken_port, ray_address="10.0.0.1:6379"))
+    run = config(inference_base_port=taken_port, ray_address="10.0.0.1:6379")
+    ports = [check for check in preflight.CHECKS if check.run == preflight.check_ports]
+    assert preflight.find_problems(ports, run) == []
+    assert preflight.find_problems(ports, run.replace(ray_address="local")) != []
 
 
 def test_a_client_address_in_the_environment_is_refused_where_auto_would_follow_it(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     message = message_of(preflight.check_ray_address, config(ray_address="auto"))
     assert message.startswith("RAY_ADDRESS is 'ray://10.0.0.1:10001'")
-    assert "unset RAY_ADDRESS" in message
-    assert preflight.check_ray_address in preflight.checks_of_machine()
+    assert "Unset RAY_ADDRESS" in message
     preflight.check_ray_address(config(ray_address="10.0.0.1:6379"))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     preflight.check_ray_address(config(ray_address="auto"))
@@ -210,9 +212,12 @@ def test_the_packages_of_chosen_trackers_must_be_installed(monkeypatch):
 
 
 def test_every_check_is_among_those_that_a_run_makes():
-    own = {name for name, value in vars(preflight).items() if getattr(value, "__module__", "") == preflight.__name__}
-    run = (*preflight.checks_of_environments(), *preflight.checks_of_machine())
-    assert {name for name in own if name.startswith("check_")} == {check.__name__ for check in run}
+    made = [check.run for check in preflight.CHECKS]
+    for module in (preflight, model_checks):
+        own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        functions = {getattr(module, name) for name in own if name.startswith("check_")}
+        assert functions - {preflight.check_writable} <= set(made)
+    assert len(set(made)) == len(made)
 
 
 def test_shared_memory_below_what_the_servers_need_is_refused(monkeypatch):
@@ -227,7 +232,7 @@ def test_shared_memory_below_what_the_servers_need_is_refused(monkeypatch):
     ("entry_points", "words"),
     [
         ([], "its entry point is not installed. Install Telescope"),
-        ([SimpleNamespace(module="telescope.no_such_module")], "names telescope.no_such_module, which does not exist"),
+        ([SimpleNamespace(module="telescope.no_such_module")], "entry point telescope.no_such_module does not exist"),
     ],
 )
 def test_sources_that_are_not_installed_are_refused(monkeypatch, entry_points, words):
@@ -267,7 +272,7 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
     message = message_of(lambda config: model_checks.check_checkpoint_memory(config, report), run)
     assert "the ranks copy about 1 MiB there for a checkpoint" in message
-    model_checks.check_checkpoint_memory(run.replace(ray_address="auto", checkpoint_every=0), report)
+    model_checks.check_checkpoint_memory(run.replace(checkpoint_every=0), report)
 
 
 @pytest.mark.parametrize(

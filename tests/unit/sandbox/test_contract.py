@@ -1,6 +1,5 @@
 """Every provider holds the contract, and the contract notices a provider that does not."""
 
-import argparse
 import re
 from dataclasses import replace
 from typing import Any
@@ -68,10 +67,7 @@ def test_doctor_prints_each_check_with_its_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(contract, "CHECKS", checks)
-    arguments = argparse.ArgumentParser()
-    doctor.add_parser(arguments.add_subparsers())
-    asked = arguments.parse_args(["doctor", "--sandbox", "modal"])
-    assert asked.func(asked) == status
+    assert doctor.run(doctor.build_parser().parse_args(["--sandbox", "modal"])) == status
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"ok +\d+\.\d\d s  Variables of the configuration are set", lines[0])
     assert any(line == "-> as promised" for line in lines) == (status == 1)

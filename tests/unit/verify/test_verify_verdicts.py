@@ -136,7 +136,7 @@ def verdict(*oks: bool) -> Report:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs the command with a verification that returns a given report or raises a given exception."""
-    from telescope.cli import train, verify
+    from telescope.cli import main, train
 
     model = write_model_folder(tmp_path / "model")
 
@@ -151,7 +151,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
         monkeypatch.setattr(train, "fit_to_machine", lambda loaded: loaded)
         monkeypatch.setattr(train, "check_before_start", lambda loaded: [])
-        return verify.run([f"--model={model}", *arguments])
+        return main.call("verify", [f"--model={model}", *arguments])
 
     return run
 

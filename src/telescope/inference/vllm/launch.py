@@ -23,7 +23,7 @@ from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.config.lora import SERVED_RANKS
-from telescope.config.machine import visible_gpu_memory
+from telescope.config.machine import memory_bytes, num_cores, visible_gpu_memory
 from telescope.config.memory import (
     CUDA_CONTEXT_BYTES,
     ENGINE_WORKSPACE_BYTES,
@@ -270,7 +270,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
     if on_cpu:
         threads = config.inference_threads or max(1, int(config.ray_inference_cpus_per_worker))
         environment |= {
-            "OMP_NUM_THREADS": str(min(threads, os.cpu_count() or threads)),
+            "OMP_NUM_THREADS": str(min(threads, num_cores())),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
             # Per worker, because each has its share of the heads.
             "VLLM_CPU_KVCACHE_SPACE": str(
@@ -303,7 +303,7 @@ def _config_of(model: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes: int | None = None) -> float:
+def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory: int | None = None) -> float:
     """Returns GiB of KV cache for a server on the CPU.
 
     It is the configured size, or else enough for all request slots, but at most a quarter of the machine's memory. vLLM
@@ -311,9 +311,7 @@ def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes
     """
     if config.inference_kv_cache_gib is not None:
         return config.inference_kv_cache_gib
-    if memory_bytes is None:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ceiling = memory_bytes / 4 / GIB
+    ceiling = (memory or memory_bytes()) / 4 / GIB
     if shape is None:
         return min(4.0, ceiling)
     sequences = config.max_num_seqs or config.lanes_per_server
