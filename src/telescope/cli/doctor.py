@@ -63,6 +63,12 @@ ROOMS = (
 FARTHEST_CLOCK_SECONDS = 1.0  # beyond this, spans of two nodes would change their order
 SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
+DEFAULTS_OF_MODES: dict[str, dict[str, object]] = {
+    "sandbox": {"image": ""},
+    "cluster": {"address": "auto", "nodes": 1, "wait_seconds": 600.0, "run_dir": Path("runs")},
+}
+"""Options that only `--sandbox` or `--cluster` has."""
+
 Status = Literal["ok", "note", "bad"]
 
 
@@ -318,19 +324,25 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--sandbox", metavar="NAME", help=f"try a provider of sandboxes: {names}, or package.module.Class"
     )
-    parser.add_argument("--image", default="", help="with --sandbox: the image (default: the provider's usual one)")
+    parser.add_argument("--image", help="with --sandbox: the image (default: the provider's usual one)")
     parser.add_argument("--cluster", action="store_true", help="check a Ray cluster between its nodes instead")
-    parser.add_argument("--address", default="auto", help="with --cluster: host:port of Ray's head (default: auto)")
-    parser.add_argument("--nodes", type=int, default=1, help="with --cluster: how many nodes to wait for")
-    parser.add_argument("--wait-seconds", type=float, default=600.0, help="with --cluster: how long (default: 600)")
-    parser.add_argument("--run-dir", type=user_path, default=Path("runs"), help="with --cluster: folder of the runs")
+    parser.add_argument("--address", help="with --cluster: host:port of Ray's head (default: auto)")
+    parser.add_argument("--nodes", type=int, help="with --cluster: how many nodes to wait for")
+    parser.add_argument("--wait-seconds", type=float, help="with --cluster: how long (default: 600)")
+    parser.add_argument("--run-dir", type=user_path, help="with --cluster: folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
+    parser.set_defaults(**DEFAULTS_OF_MODES["sandbox"], **DEFAULTS_OF_MODES["cluster"])
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the results of all checks. Returns the exit status."""
+    """Prints the results of all checks. Returns the exit status. Raises `UserError` for options of another mode."""
+    for mode, defaults in DEFAULTS_OF_MODES.items():
+        for name, default in defaults.items():
+            if not getattr(arguments, mode) and getattr(arguments, name) != default:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} is an option of `telescope doctor --{mode}`. Add --{mode}")
     if arguments.sandbox:
         return asyncio.run(check_sandbox(arguments.sandbox, arguments.image, as_json=arguments.json))
     if arguments.cluster:

@@ -6,6 +6,7 @@ run, or resume it after a preemption.
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +28,19 @@ SUBMIT = {"slurm": ["sbatch"], "kuberay": ["kubectl", "create", "-f"], "skypilot
 MOUNTED_CONFIG = "/etc/telescope/run.yaml"  # in KubeRay's pods
 DEFAULTS = {"cpu_nodes": 0, "memory": "64Gi", "accelerator": "H100", "retries": 3}
 DRIVER_CPUS = 4  # in addition to servers and ranks: the driver, Ray's daemons and one or two rollout workers
+OPTIONS_OF_KINDS = (
+    ("cpu-nodes", ("slurm",), "further nodes without GPUs, for rollout workers"),
+    ("partition", ("slurm",), "partition"),
+    ("account", ("slurm",), "account"),
+    ("time", ("slurm",), "time limit, such as 24:00:00; the run resumes after it"),
+    ("image", ("kuberay", "skypilot"), "image with Telescope"),
+    ("volume", ("kuberay", "skypilot"), "claim (kuberay) or name (skypilot) of the shared volume of run_dir"),
+    ("memory", ("kuberay",), "memory of a pod (default: 64Gi)"),
+    ("spot", ("kuberay", "skypilot"), "KEY=VALUE, label of spot nodes (kuberay), or any text (skypilot)"),
+    ("accelerator", ("skypilot",), "kind of GPU (default: H100)"),
+    ("retries", ("kuberay", "skypilot"), "new starts after a failure (default: 3)"),
+)
+"""Name, kinds of jobs that have it, description."""
 DESCRIPTION = """Print a job that trains on several nodes: a batch script of Slurm, a RayJob of KubeRay or a managed
 job of SkyPilot. It starts Ray, checks the nodes, and starts the run, or resumes it when the job was preempted.
 Flags of fields (--learning_rate 5e-7) are passed on to the run."""
@@ -41,16 +55,9 @@ def build_parser() -> CommandParser:
     parser.add_argument("--nodes", type=int, help="default: as few as fit the run")
     parser.add_argument("--gpus-per-node", type=int, help="default: what the run needs, at most 8")
     parser.add_argument("--cpus-per-node", type=int, help="default: what the run needs")
-    parser.add_argument("--cpu-nodes", type=int, help="slurm: further nodes without GPUs, for rollout workers")
-    parser.add_argument("--partition", help="slurm: partition")
-    parser.add_argument("--account", help="slurm: account")
-    parser.add_argument("--time", help="slurm: time limit, such as 24:00:00; the run resumes after it")
-    parser.add_argument("--image", help="kuberay, skypilot: image with Telescope")
-    parser.add_argument("--volume", help="kuberay: claim of the shared volume of run_dir; skypilot: its name")
-    parser.add_argument("--memory", help="kuberay: memory of a pod (default: 64Gi)")
-    parser.add_argument("--spot", help="kuberay: KEY=VALUE, label of spot nodes; skypilot: any text")
-    parser.add_argument("--accelerator", help="skypilot: kind of GPU (default: H100)")
-    parser.add_argument("--retries", type=int, help="kuberay, skypilot: new starts after a failure (default: 3)")
+    for name, kinds, description in OPTIONS_OF_KINDS:
+        number = int if name in ("cpu-nodes", "retries") else str
+        parser.add_argument(f"--{name}", type=number, help=f"{', '.join(kinds)}: {description}")
     return parser
 
 
@@ -73,6 +80,13 @@ def render(arguments: argparse.Namespace) -> str:
     """Returns the job for a command line. Raises `UserError`."""
     config = load_config(arguments.config, arguments.fields, {}).config
     kind, folder = arguments.kind, arguments.run_dir or config.run_dir
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name, kinds, _ in OPTIONS_OF_KINDS:
+        if name.replace("-", "_") in given and kind not in kinds:
+            raise ConfigError(f"a job of {kind} has no --{name}, which is for {' and '.join(kinds)}. Leave it out")
+    for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_node", 1), ("cpu_nodes", 0), ("retries", 0)):
+        if given.get(name, least) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {given[name]}; set it to {least} or more")
     if folder is None:
         raise ConfigError("launch needs a new folder that all nodes share. Add --run-dir /shared/NAME")
     if not config.checkpoint_every:
@@ -83,6 +97,18 @@ def render(arguments: argparse.Namespace) -> str:
         raise ConfigError(
             "kuberay needs --image IMAGE, with Telescope, and --volume CLAIM, which is mounted for run_dir"
         )
+    if kind == "kuberay" and arguments.spot and not re.fullmatch(r"[^=]+=[^=]+", arguments.spot):
+        raise ConfigError(f"--spot is {arguments.spot!r}; kuberay needs the label of spot nodes, KEY=VALUE")
+    run_dir = Path(folder).absolute()
+    if arguments.volume and run_dir.parent == Path("/"):
+        raise ConfigError(f"--volume is mounted at the parent of run_dir, {str(run_dir)!r}. Add --run-dir /shared/NAME")
+    config_path = MOUNTED_CONFIG if kind == "kuberay" else str(arguments.config)
+    if kind == "skypilot":  # copies the current folder
+        config_path = os.path.relpath(arguments.config)
+        if config_path.startswith(".."):
+            raise ConfigError(
+                f"--config is {str(arguments.config)!r}; move it below this folder, which SkyPilot copies"
+            )
     cluster = assumed_cluster(config)
     nodes = arguments.nodes or len(cluster.nodes)
     gpus = cluster.nodes[0].gpus if arguments.gpus_per_node is None else arguments.gpus_per_node
@@ -95,14 +121,12 @@ def render(arguments: argparse.Namespace) -> str:
         lstrip_blocks=True,
     )
     environment.filters["q"] = shlex.quote
-    run_dir = Path(folder).absolute()
     start = environment.get_template("start.sh.jinja").render(
         run_dir=str(run_dir),
         checkpoints=config.checkpoint_dir or f"{run_dir}/checkpoints",
-        config=MOUNTED_CONFIG if kind == "kuberay" else str(arguments.config),
+        config=config_path,
     )
     spot_key, _, spot_value = (arguments.spot or "").partition("=")
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
     values = {**dict.fromkeys(vars(arguments)), **DEFAULTS, **given, "spot_key": spot_key, "spot_value": spot_value}
     values |= {
         "start": start,

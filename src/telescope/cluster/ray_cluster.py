@@ -151,7 +151,7 @@ def connect(
             if not may_start or not isinstance(error, ConnectionError):
                 raise UserError(
                     f"ray_address: {config.ray_address!r} cannot be reached ({error}). Start Ray there with `ray start "
-                    "--head`, or set ray_address: auto and ray_auto_start_local: true to start one on this machine."
+                    "--head`. A run with ray_address: auto and ray_auto_start_local: true starts its own."
                 ) from error
     # The run monitors its memory itself. Ray's monitor would kill a trainer that loads a large model.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -161,7 +161,15 @@ class Chat:
         Messages that extend an earlier call of this rollout reuse its token ids, and only the rest is rendered.
         `sampling` may have `max_tokens` and `stop`.
         """
-        is_ids = bool(prompt) and isinstance(prompt[0], int)
+        is_list = isinstance(prompt, Sequence)
+        is_ids = is_list and bool(prompt) and isinstance(prompt[0], int)
+        if not is_ids and not (is_list and all(isinstance(message, Mapping) for message in prompt)):
+            form = "messages such as {'role': 'user', 'content': 'Hi'}, or of token ids"
+            raise UserError(f"generate got {repr(prompt)[:80]}: give a list of {form}")
+        for tool in tools or ():
+            if not isinstance(tool, Mapping) or "name" not in (tool.get("function") or ()):
+                form = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+                raise UserError(f"generate got the tool {repr(tool)[:80]}: write {form}")
         options: dict[str, Any] = {"token_ids": prompt} if is_ids else {"messages": prompt}
         cause, self._is_compacted = COMPACTION if self._is_compacted else None, False
         call = Call(tools=tools or (), chat=self.name, train=train, sampling=sampling or {}, cause=cause, **options)
@@ -294,6 +302,8 @@ class RolloutContext(Chat):
         Its environment variables include `env()` and `env`. It is killed with all of its processes when the rollout
         ends. Run programs that the model writes in a `sandbox` instead.
         """
+        if isinstance(command, str):
+            raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
             env={**os.environ, **self.env(), **(env or {})},

@@ -23,7 +23,7 @@ import re
 import shlex
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -349,7 +349,16 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
             )
         abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
         unneeded = {name for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
-    return _derived(cls, *bases, **dict.fromkeys(unneeded)) if unneeded or len(bases) > 1 else cls
+    return _derived(cls, *bases, **{each: _undefined(each) for each in unneeded}) if unneeded or len(bases) > 1 else cls
+
+
+def _undefined(method: str) -> Callable[..., Any]:
+    """Returns a method that says what the turn loop of an agent lacks."""
+
+    def refuse(self: Environment, *_: Any, **__: Any) -> Any:
+        raise UserError(f"{type(self).__name__} has no `{method}`, which `take_turns` needs: define it")
+
+    return refuse
 
 
 def _derived(cls: type, /, *bases: type, **attributes: Any) -> type:

@@ -35,9 +35,9 @@ def serve_status(address: str, status: RunStatus) -> Callable[[], None]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))
     try:
-        server, _ = start_http_server(int(port), host, registry)
+        server, _ = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
         raise UserError(
-            f"prometheus_address: {address} cannot be used: {error.strerror}. Choose another port"
+            f"prometheus_address: {address} cannot be used: {error.strerror}. Choose another one"
         ) from error
     return server.shutdown

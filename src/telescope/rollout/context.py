@@ -25,7 +25,7 @@ from telescope.environments.types import RewardRecord
 from telescope.environments.user_code import DeadlinePassed, contain_exits, error_text, within, without_exit
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
-from telescope.rollout.dialects import sampling_of
+from telescope.rollout.dialects import PASSED_ON, Refusal, sampling_of
 from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
@@ -134,6 +134,8 @@ class AgentRollout:
         settings = self._rollout.settings.sampling
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
+            if unknown := next((name for name in call.sampling if name not in (*KNOWN_SAMPLING, *PASSED_ON)), None):
+                raise UserError(f"sampling has {unknown!r}: it takes {' and '.join(KNOWN_SAMPLING)}")
             # Very long texts are refused by their length, because tokenizing them would block the event loop.
             least = (
                 sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token
@@ -141,7 +143,8 @@ class AgentRollout:
             prompt = self._joins.prompt(call) if least < settings.max_context else None
             shown = [(str(message["role"]), _shown(message)) for message in prompt.new_messages] if prompt else []
         except Exception as error:  # in messages, tools, token ids or sampling, or raised by the chat template
-            raise UserError(f"This call of the policy is malformed: {error_text(error)}") from error
+            why = str(error) if isinstance(error, UserError | Refusal) else error_text(error)
+            raise UserError(f"This call of the policy is malformed: {why}") from error
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
                 self._counts[f"agent/replaced_{name}"] += 1
@@ -208,7 +211,9 @@ class AgentRollout:
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the environment's judge."""
         if self._environment.judge is None:
-            raise UserError(f"the environment {self._environment.name!r} has no judge: set `judge: {{url: ...}}`")
+            raise UserError(
+                f"the environment {self._environment.name!r} has no judge: add `judge: {{url: ...}}` to its kwargs"
+            )
         return await self._environment.judge.ask(prompt, schema, model)
 
     async def _judge(self, prompt: str) -> str:

@@ -204,6 +204,17 @@ def compacts(messages: Any, **options: Any) -> Any:
     return act
 
 
+async def takes_turns(context: RolloutContext) -> str:
+    return str(await context.take_turns())
+
+
+def runs(command: Any) -> Any:
+    async def act(context: RolloutContext) -> str:
+        return (await context.run(command)).stdout
+
+    return act
+
+
 async def asks_no_judge(context: RolloutContext) -> str:
     return str(await context.judge("Is it right?"))
 
@@ -215,25 +226,29 @@ async def asks_no_judge(context: RolloutContext) -> str:
             Odd("x"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit(),
             BaseExceptionGroup("some", [Odd("x")]))),
         (raises(RecursionError()), "RecursionError (test_faults.py:"),
-        (generates([]), "it has no messages"), (generates("Hi"), "malformed"), (generates(None), "malformed"),
+        (generates([]), "malformed: it has no messages"),
+        *((generates(prompt), "give a list of messages such as") for prompt in ("Hi", ["Hi"], {"role": "user"}, None)),
         (generates([{"content": "Hi"}]), "has the role None"), (generates([{"role": "robot"}]), "has the role 'robot'"),
         (generates([{"role": "user", "content": b"Hi"}]), "a part of type 'int'"),
         (generates([{"role": "user", "content": 5}]), "malformed"),
         (generates([{"role": "user", "content": "\ud800"}]), "malformed"),
         (generates([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]), "KeyError: 'function'"),
         (generates(HI * 1000), "maximum context length"),
-        (generates(HI, tools=["add"]), "malformed"), (generates(HI, tools=[print]), "malformed"),
+        *((generates(HI, tools=tools), "write {'type': 'function'") for tools in (
+            "add", ["add"], [print], [{"name": "add"}], [{"function": {}}], {"type": "function"})),
         (generates([-1, 2]), "no token -1"), (generates([1, "a"]), "no token 'a'"),
         *((generates(HI, sampling={"max_tokens": value}), f"positive integer, but got {value!r}")
           for value in (0, -1, "5", 2.5)),
         (generates(HI, sampling={"stop": [""]}), "Invalid 'stop'"),
         (generates(HI, sampling={"stop": [5]}), "Invalid 'stop'"),
         (generates(HI, sampling=["max_tokens"]), "malformed"),
+        (generates(HI, sampling={"max_token": 5}), "sampling has 'max_token': it takes max_tokens and stop"),
         *((names("x", reward=value), f"the reward of the chat 'x' is {shown}") for value, shown in (
             (float("nan"), "nan"), (float("inf"), "inf"), (1e300, "1e+300"), ("good", "str 'good'"))),
         (names("a", "a"), "named 'a' already"), (names(""), "needs a name"), (names(["a"]), "needs a name"),
         (compacts(HI, keep=-1), "keep=-1"), (compacts(HI, by="x"), "by='x'"),
-        (asks_no_judge, "has no judge: set"),
+        (asks_no_judge, "has no judge: add"), (takes_turns, "Faulty has no `compute_reward`"),
+        (runs("echo hi"), "run got the text 'echo hi': give a list"),
     ],
 )  # fmt: skip
 async def test_an_odd_error_or_call_masks_its_sample_with_a_reason(bench: Any, act: Any, message: str) -> None:

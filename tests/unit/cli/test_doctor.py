@@ -1,6 +1,5 @@
 """`telescope doctor`: every problem comes with a fix, and the exit code shows whether training can run."""
 
-import argparse
 import json
 import socket
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from telescope.cli import doctor
 from telescope.cli.doctor import Check
+from telescope.cli.main import main
 from telescope.config import load_config
 from telescope.config.machine import LOOPBACK, PortHold
 from telescope.config.plan import ClusterResources, NodeResources
@@ -29,17 +29,29 @@ def test_every_check_returns_a_result_and_a_fix_unless_ok(monkeypatch: pytest.Mo
         assert (check.fix is None) == (check.status == "ok")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--nodes 2", "--address 10.0.0.9:6379", "--wait-seconds 5", "--run-dir /shared", "--image alpine",
+        "--sandbox local --nodes 2",
+    ],
+)  # fmt: skip
+def test_an_option_of_another_mode_is_refused(argv: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", *argv.split()]) == 2
+    assert "is an option of `telescope doctor --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("bad", 1)])
 def test_the_exit_code_shows_whether_training_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: doctor.Status, code: int
 ):
     fix = None if status == "ok" else "do this"
     monkeypatch.setattr(doctor, "run_checks", lambda hub: [Check("thing", status, "as found", fix)])
-    assert doctor.run(argparse.Namespace(json=True, no_hub=True, sandbox=None, cluster=False)) == code
+    assert main(["doctor", "--json", "--no-hub"]) == code
     printed = json.loads(capsys.readouterr().out)
     assert printed["can_train"] == (code == 0)
     assert printed["checks"] == [{"name": "thing", "status": status, "found": "as found", "fix": fix}]
-    assert doctor.run(argparse.Namespace(json=False, no_hub=True, sandbox=None, cluster=False)) == code
+    assert main(["doctor", "--no-hub"]) == code
     table = capsys.readouterr().out
     assert "as found" in table
     assert ("do this" in table) == (fix is not None)

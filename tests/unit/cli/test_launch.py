@@ -79,12 +79,40 @@ def test_a_ray_job_has_what_its_definition_requires(render):
         assert pod.get("nodeSelector") == (gpus and {"example.org/spot": "true"})
 
 
-def test_a_skypilot_job_is_one_task_for_all_nodes(render):
+def test_a_skypilot_job_is_one_task_for_all_nodes(render, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     task = yaml.safe_load(render("skypilot", "--spot", "yes", "--volume", "runs"))
+    assert "train --config run.yaml " in task["run"]
     check_script(task["run"])
     assert task["num_nodes"] == 2
     assert task["resources"] | {"accelerators": {"H100": 8}, "use_spot": True} == task["resources"]
     assert task["volumes"] == {"/shared": "runs"}
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "is_moved"),
+    [
+        ([], "--config", False),
+        (["notes.txt"], "--config", False),
+        (["run.json"], "--config", True),
+        (["run.json", "checkpoints/step_50/meta.json"], "--resume", False),
+    ],
+)
+def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_aside(files, command, is_moved, tmp_path):
+    folder = tmp_path / "a run"
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    argv = ["slurm", "--config", f"{EXAMPLES}/example_wordle.yaml", "--run-dir", str(folder), *FLAGS[:2]]
+    start, _ = launch.render(launch.build_parser().parse_args(argv)).split("# Slurm sends")
+    telescope = tmp_path / "telescope"
+    telescope.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    telescope.chmod(0o755)
+    script = f"{start[start.index('run_dir=') :]}\nPATH={shlex.quote(str(tmp_path))}:$PATH\nstart --seed 1\n"
+    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[:2] == ["train", command]
+    assert (str(folder) in lines, lines[-2:]) == (True, ["--seed", "1"])
+    assert len(list(tmp_path.glob("a run.*"))) == is_moved
 
 
 def test_what_a_job_could_not_run_with_is_refused(render):
@@ -92,13 +120,30 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         (["kuberay"], "--image"),
         (["slurm", "--nodes", "1"], "1 x 8 GPUs are fewer than the 16"),
         (["slurm", "--learning_rat", "1"], "learning_rate"),
+        (["slurm", "--image", "me/telescope:1"], "a job of slurm has no --image, which is for kuberay and skypilot"),
+        (["kuberay", *KUBERAY, "--cpu-nodes", "2"], "a job of kuberay has no --cpu-nodes"),
+        (["skypilot", "--partition", "gpu"], "a job of skypilot has no --partition"),
+        *(
+            ([*kind, name, value], f"{name} is {value}; set it to")
+            for kind, name, value in (
+                (["slurm"], "--nodes", "0"),
+                (["slurm"], "--gpus-per-node", "-8"),
+                (["slurm"], "--cpus-per-node", "0"),
+                (["slurm"], "--cpu-nodes", "-1"),
+                (["kuberay", *KUBERAY], "--retries", "-1"),
+            )
+        ),
+        (["kuberay", *KUBERAY[:-1], "yes"], "--spot is 'yes'; kuberay needs the label"),
+        (["skypilot"], "move it below this folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             render(*argv)
-    without = ["slurm", "--config", f"{EXAMPLES}/example_wordle.yaml", "--run-dir", "r"]
-    parsed = launch.build_parser().parse_args(without)
+    parse = launch.build_parser().parse_args
+    wordle = ["--config", f"{EXAMPLES}/example_wordle.yaml", "--run-dir"]
+    with pytest.raises(ConfigError, match="mounted at the parent of run_dir"):
+        launch.render(parse(["kuberay", *wordle, "/shared", "--checkpoint_every", "50", *KUBERAY]))
     with pytest.raises(ConfigError, match="checkpoint_every is 0"):
-        launch.render(parsed)
+        launch.render(parse(["slurm", *wordle, "r"]))
 
 
 def test_submit_hands_the_job_to_the_scheduler(render, tmp_path, monkeypatch, capfd):

@@ -100,6 +100,13 @@ def test_no_text_is_blank(name):
             config(**{name: text})
 
 
+@pytest.mark.parametrize("address", ["9400", ":9400", "host:", "host:x", "a host:9400", "host:99999", ""])
+def test_an_address_for_prometheus_has_a_host_and_a_port(address):
+    with pytest.raises(ValidationError, match="it must be HOST:PORT"):
+        config(prometheus_address=address)
+    assert config(prometheus_address="[::1]:9400").prometheus_address == "[::1]:9400"
+
+
 def test_every_documented_field_has_its_documented_default():
     values = config().values
     assert {name: values.get(name, "missing") for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS

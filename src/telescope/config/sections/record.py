@@ -1,5 +1,6 @@
 """Checkpoints, evals, and what a run records and uploads."""
 
+import re
 import shlex
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,11 @@ CODE_EXCLUDE_PATTERNS = (
 
 _NO_INTERVAL = f"must be 0 (off) or a number of steps, at most {MAX_STEPS}"
 _NO_CHECKPOINT = "must be true (the latest), false, or the number of a checkpoint, such as 50"
+
+
+def _address_problem(text: str) -> str | None:
+    is_address = re.fullmatch(r"\S+:\d{1,5}", text) and int(text.rpartition(":")[2]) <= 65535
+    return None if is_address else "it must be HOST:PORT, such as 127.0.0.1:9400"
 
 
 class CheckpointSection(Section, title="Checkpointing"):
@@ -130,7 +136,7 @@ class LoggingSection(Section, title="Logging"):
     `end`), such as `notify.sh` or `[python, notify.py]`. It gets the alert as JSON on standard input and in
     `TELESCOPE_ALERT_KIND`, `_LEVEL`, `_MESSAGE`, `_ADVICE`, `_STEP`, `_RUN` and `_RUN_DIR`. No shell reads it. One runs
     at a time, for at most 30 seconds; the run never waits for it (docs/record.md)."""
-    prometheus_address: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")] | None = None
+    prometheus_address: Annotated[str, refuse(_address_problem)] | None = None
     """Address at which the driver serves the state of the run to Prometheus, such as 127.0.0.1:9400; 0.0.0.0:9400 for
     other machines. null = none. It asks for no password; it serves numbers and the run's name (docs/service.md)."""
     track_gpu_events: bool = True
