@@ -11,7 +11,8 @@ import type { SamplePage, SampleRow } from "./types";
 const ROW = 20;
 /** Height of a search hit: one line for its numbers, one for the text around the match. */
 const HIT = 42;
-export const PAGE_ROWS = 100;
+/** Two screens of rows: a new filter waits for the first page. */
+export const PAGE_ROWS = 50;
 
 export const SORTS: [value: string, title: string][] = [
   ["step", "step"],
@@ -75,7 +76,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
   const asked = useRef(new Set<string>());
   const total = first?.total ?? 0;
   const height = search ? HIT : ROW;
-  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 16 });
+  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 8 });
   useEffect(() => rows.measure(), [height]);
   const items = rows.getVirtualItems();
   const rowAt = (index: number): SampleRow | undefined => {
