@@ -83,7 +83,7 @@ const type = (label, text) => {
 """
 
 FACET = """() => {
-  const total = () => document.querySelector(".facets .total").textContent;
+  const total = () => document.querySelector(".facets .total > span").textContent;
   const before = total();
   const listed = () => document.querySelectorAll(".gl [role=option]").length > 0;
   const facets = [...document.querySelectorAll(".facets [role=checkbox]")];

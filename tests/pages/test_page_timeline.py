@@ -209,6 +209,22 @@ def test_the_panel_has_the_mean_path_of_the_steps_in_view(visitor: Visit, runs: 
     expect(panel.get_by_role("heading").first).to_contain_text("Step 5")
 
 
+def test_the_canvas_says_that_its_spans_are_read(visitor: Visit):
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    visitor.page.route("**/spans?*", hold)
+    visitor.page.goto(f"{visitor.address}/#/first/timeline")
+    status = visitor.page.get_by_label("Timeline", exact=True).get_by_role("status")
+    expect(status).to_have_text("Reading the spans of this time.")
+    visitor.page.unroute("**/spans?*")
+    for route in held:
+        route.continue_()
+    expect(status).to_have_count(0)
+
+
 @pytest.mark.parametrize("width", [800, 1440])
 def test_the_panel_lies_beside_the_canvas_or_below_it(visitor: Visit, width: int):
     visitor.page.set_viewport_size({"width": width, "height": 900})

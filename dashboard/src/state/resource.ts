@@ -1,6 +1,6 @@
 /** Reads of the API that stay fresh: kept by address, read again when a table of the run grew. */
 
-import { useCallback, useEffect, useRef, useSyncExternalStore } from "react";
+import { useCallback, useEffect, useMemo, useRef, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
 import { onRead } from "./live";
 
@@ -99,9 +99,9 @@ export function useResource<T>(path: string | null, query: Query = {}, version: 
   // A subscription that is renewed at each render would leave its entry without listeners for a moment.
   const subscribe = useCallback((listener: () => void) => (key === null ? () => {} : listen(key, listener)), [key]);
   const state = useSyncExternalStore(subscribe, () => (key === null ? EMPTY : known<T>(key)));
-  useEffect(() => {
-    if (key !== null) void read(key, String(version));
-  }, [key, version]);
+  const ask = () => void (key !== null && read(key, String(version)));
+  useMemo(ask, [key, version]); // the server answers while the page is drawn
+  useEffect(ask, [key, version]); // reads again what was dropped before it had a listener
   return state;
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.dashboard.store import RunStore, among, key_of
+from telescope.dashboard.store import RunStore, key_of
 from telescope.health.rules import REWARD
 from telescope.health.verdict import CELLS
 from telescope.record.query import sql_text
@@ -63,9 +63,9 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
     last = min(step + window - 1, int(steps[-1]) if len(steps) else -1)  # later rows are of an unfinished step
     near = f"step BETWEEN {step - window} AND {last}"
     samples = (
-        "WITH s AS (SELECT attempt, sample_id, group_id, step, environment, reward, completion_tokens, stop_reason, "
-        f"concat_ws(', ', {', '.join(tags) or 'NULL'}) AS cell, step >= {step} AS later, ({value})::DOUBLE AS value "
-        f"FROM samples WHERE {visible} AND {near} AND {where} AND isfinite(value)), "
+        "WITH s AS (SELECT attempt, sample_id, prompt_key, group_id, step, environment, reward, completion_tokens, "
+        f"stop_reason, concat_ws(', ', {', '.join(tags) or 'NULL'}) AS cell, step >= {step} AS later, "
+        f"({value})::DOUBLE AS value FROM samples WHERE {visible} AND {near} AND {where} AND isfinite(value)), "
         "c AS (SELECT environment, cell, count(*) FILTER (NOT later) AS n_before, count(*) FILTER (later) AS n_after, "
         "avg(value) FILTER (NOT later) AS mean_before, avg(value) FILTER (later) AS mean_after, "
         "avg(completion_tokens) FILTER (NOT later) AS length_before FROM s GROUP BY ALL), "
@@ -88,13 +88,14 @@ def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, A
         f"QUALIFY row_number() OVER (PARTITION BY attempt, group_id ORDER BY {order}) = 1 "
         f"ORDER BY {order} LIMIT {NUM_ANSWERS}"
     )
-    texts = store.beginnings(among(map(key_of, answers)), NUM_CHARACTERS)
+    texts = store.beginnings(answers, NUM_CHARACTERS)
     events = store.rows(
         f"SELECT attempt, step, time, level, kind, message FROM alerts WHERE {near} AND (kind <> 'eval' OR level <> "
         f"'info') ORDER BY abs(step - {step}), time LIMIT {NUM_EVENTS}"
     )
     for row in answers:
-        row["answer"] = texts.get(key_of(row), {}).get("answer") or ""
+        row["answer"] = texts[key_of(row)]["answer"] or ""
+        del row["prompt_key"]
     effects.sort(key=lambda one: -abs(one["effect"]))
     found = {"cells": cells, "effects": effects, "events": events, "answers": answers}
     return {"decomposed": metric if own else REWARD, **found}

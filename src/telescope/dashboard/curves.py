@@ -3,7 +3,7 @@
 from typing import Any
 
 from telescope.dashboard.samples import NUMBERS, Filters
-from telescope.dashboard.store import NotFoundError, RunStore, key_of
+from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 from telescope.record.query import sql_text
@@ -133,18 +133,19 @@ def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
         raise NotFoundError(f"Attempt {attempt} has no eval {eval_id!r}.")
     metric = found[0]["metric"] or "reward"
     rows = store.rows(
-        "SELECT e.attempt, e.sample_id, e.item, e.completion, s.step, s.tags, s.stop_reason, s.completion_tokens, "
-        "CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward ELSE s.metrics[?] END AS score "
-        "FROM eval_samples e JOIN samples s USING (attempt, sample_id) WHERE e.attempt = ? AND e.eval_id = ? "
+        "SELECT e.attempt, e.sample_id, e.item, e.completion, s.prompt_key, s.step, s.tags, s.stop_reason, "
+        "s.completion_tokens, CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward "
+        "ELSE s.metrics[?] END AS score FROM eval_samples e JOIN samples s USING (attempt, sample_id) "
+        "WHERE e.attempt = ? AND e.eval_id = ? "
         "QUALIFY row_number() OVER (PARTITION BY e.item, e.completion ORDER BY score IS NULL) = 1 "
         "ORDER BY e.item, e.completion",
         [metric, metric, attempt, eval_id],
     )
-    steps = ", ".join({str(row["step"]) for row in rows if row["step"] is not None}) or "NULL"
-    where = f"attempt = {int(attempt)} AND step IN ({steps}) AND group_id < 0"
-    texts = store.beginnings(where, TEXT, ", golden")
+    texts = store.beginnings(rows, TEXT)
+    samples = store.of_samples("samples", map(key_of, rows), columns=f"{KEY}, golden")
     for row in rows:
-        text = texts.get(key_of(row), {})
-        row.update({"prompt": text.get("prompt") or "", "answer": text.get("answer") or ""})
-        row.update({"golden": text.get("golden") or {}, "tags": row["tags"] or {}})
+        text, (sample, *_) = texts[key_of(row)], samples[key_of(row)] or [{}]
+        row.update({"prompt": text["prompt"], "answer": text["answer"] or "", "tags": row["tags"] or {}})
+        row["golden"] = sample.get("golden") or {}
+        del row["prompt_key"]
     return rows

@@ -150,7 +150,7 @@ def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
     if not is_quick:
         is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
-    around = store.snippets(text, [key_of(row) for row in rows]) if (text := query.search.strip()) else {}
+    around = store.snippets(text, rows) if (text := query.search.strip()) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
         found = texts.get(key_of(row), {})
@@ -196,7 +196,7 @@ def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
         rows = view.rows(f"{chosen} LIMIT {query.limit} OFFSET {query.offset}")
     for row in rows:
         row["attempt"], row["sample_id"], row["group_id"] = row.pop("first")
-    texts = beginnings(store, [{**row, "step": row["first_step"]} for row in rows])
+    texts = beginnings(store, rows)
     for row in rows:
         row["prompt"] = texts.get(key_of(row), {}).get("prompt") or ""
     return {**marks, "rows": rows}
@@ -248,14 +248,7 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
 
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
     """Returns `RunStore.beginnings` of some samples, without the common prefix of an environment's prompts."""
-    steps = [row["step"] for row in members if row["step"] is not None]
-    if not steps:
-        return {}
-    groups = {row["group_id"] for row in members}
-    ids = ", ".join(str(group) for group in groups if group is not None)
-    # IN does not match null in SQL.
-    among = " OR ".join([f"group_id IN ({ids})"] * bool(ids) + ["group_id IS NULL"] * (None in groups))
-    texts = store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND ({among})", COMPARED)
+    texts = store.beginnings(members, COMPARED)
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
         prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")

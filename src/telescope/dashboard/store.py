@@ -6,7 +6,8 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 
 import duckdb
@@ -84,7 +85,7 @@ class RunStore(RunTables):
             near, answer = f"step BETWEEN {min(steps)} AND {max(steps)}", IS_ANSWER
             keys = list(map(key_of, piece))
             samples, turns = (self.of_samples(*what) for what in (("samples", keys, near), ("turns", keys, answer)))
-            prompts = self.prompts(among(keys))
+            prompts = self.prompts(row for rows in samples.values() for row in rows)
             for key, rows in samples.items():
                 answers = sorted(turns[key], key=itemgetter("turn"))
                 for row in rows:
@@ -97,7 +98,7 @@ class RunStore(RunTables):
         `where` filters by columns of `samples`.
         """
         samples = self.of_samples("samples", keys, where)
-        prompts = self.prompts(among(keys))
+        prompts = self.prompts(row for rows in samples.values() for row in rows)
         orders = {"turns": ("turn",), "tool_calls": ("call",), "info": ("number", "key")}
         whole = {name: self.of_samples(name, keys) for name in orders}
         found = {key: {**rows[0], **prompts[key]} for key, rows in samples.items() if rows}
@@ -117,38 +118,32 @@ class RunStore(RunTables):
             found[key_of(row)].append(row)
         return found
 
-    def prompts(self, where: str, columns: str = "") -> dict[Key, Row]:
-        """Returns `prompt_key`, `prompt_text` and `messages` of samples, by attempt and sample.
-
-        `where` filters by columns in memory. `columns` are further columns of `samples`, which are read from files.
-        """
-        self.refresh("samples")
-        if columns:
-            rows = self._files("samples", f"{KEY}, prompt_key{columns}", where, *self._places("samples", where))
-        else:
-            rows = self.columns(f"SELECT {KEY}, prompt_key FROM samples WHERE {where}")
-        found = _by_key(rows)
-        own = among({(row["attempt"], key) for row in found.values() if (key := row["prompt_key"])}, "prompt_key")
+    def prompts(self, samples: Iterable[Row]) -> dict[Key, Row]:
+        """Returns `prompt_key`, `prompt_text` and `messages` by attempt and sample. `samples` have `prompt_key`."""
+        found: dict[Key, Row] = {key_of(row): {"prompt_key": row["prompt_key"]} for row in samples}
+        own = among({(attempt, key) for (attempt, _), row in found.items() if (key := row["prompt_key"])}, "prompt_key")
         rows = self._files("prompts", "attempt, prompt_key, text, messages", own, *self._places("prompts", own))
         texts = {
             (row["attempt"], row["prompt_key"]): {"prompt_text": row["text"], "messages": json.loads(row["messages"])}
             for row in rows.to_pylist()
         }
-        for row in found.values():
-            row |= texts.get((row["attempt"], row["prompt_key"]), {"prompt_text": None, "messages": []})
+        for (attempt, _), row in found.items():
+            row |= texts.get((attempt, row["prompt_key"]), {"prompt_text": None, "messages": []})
         return found
 
-    def beginnings(self, where: str, length: int, columns: str = "") -> dict[Key, Row]:
+    def beginnings(self, samples: Sequence[Row], length: int) -> dict[Key, Row]:
         """Returns the first characters of `prompt` and of the completion as `answer`, by attempt and sample.
 
         The `prompt` is the last user message, because text before it, such as a system prompt, is often the same.
-        `where` filters by columns in memory.
+        `samples` have `prompt_key`.
         """
-        found = self.prompts(where, columns)
-        own = among(found)
+        own = among(map(key_of, samples))
         first = f"{KEY}, arg_min(left(text, {length}), turn) AS answer"
         grouped = f"{own} AND {IS_ANSWER} GROUP BY {KEY}"
-        answers = _by_key(self._files("turns", first, grouped, *self._places("turns", own)))
+        with ThreadPoolExecutor(1) as pool:  # while this thread reads the prompts
+            read = pool.submit(lambda: _by_key(self._files("turns", first, grouped, *self._places("turns", own))))
+            found = self.prompts(samples)
+            answers = read.result()
         for key, row in found.items():
             row["answer"] = answers[key]["answer"] if key in answers else None
             messages = row["messages"]
@@ -160,18 +155,18 @@ class RunStore(RunTables):
         """Returns aggregates of a table by `group`. Computes them from its files without loading the rows."""
         return self._files(name, columns, f"{where} GROUP BY {group}").to_pylist()
 
-    def snippets(self, text: str, keys: Collection[Key]) -> dict[Key, str]:
+    def snippets(self, text: str, samples: Sequence[Row]) -> dict[Key, str]:
         """Returns the text around the first match of a search, by attempt and sample. Prompts are searched last."""
         found: dict[Key, str] = {}
         match = re.compile(f".{{0,{BEFORE_MATCH}}}{re.escape(text)}.{{0,{BEHIND_MATCH}}}", re.DOTALL | re.IGNORECASE)
         around = f"'(?is).{{0,{BEFORE_MATCH}}}' || regexp_escape({sql_text(text)}) || '.{{0,{BEHIND_MATCH}}}'"
         for name, columns in SEARCHED.items():
-            if not (left := [key for key in keys if key not in found]):
+            if not (left := [row for row in samples if key_of(row) not in found]):
                 break
-            own = among(left)
             if name == "prompts":
-                hits = {key: match.search(row["prompt_text"] or "") for key, row in self.prompts(own).items()}
+                hits = {key: match.search(row["prompt_text"] or "") for key, row in self.prompts(left).items()}
                 return found | {key: hit[0] for key, hit in hits.items() if hit}
+            own = among(map(key_of, left))
             shown = ", ".join(f"nullif(regexp_extract({column}, {around}), '')" for column in reversed(columns))
             where = f"{own} AND {_matches(name, text)}"
             rows = self._files(name, f"{KEY}, coalesce({shown}) AS x", where, *self._places(name, own))

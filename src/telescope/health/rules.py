@@ -28,6 +28,7 @@ IDLE = "timing_engines_idle / timing_step_total"
 REWARD = "reward/all_groups/mean"
 TRAINED_REWARD = "reward/total/mean"
 NO_SIGNAL = "discarded/zero_advantage/pct"
+EQUAL_REWARDS = "equal rewards"
 STALE = "discarded/max_async/pct"
 TRUNCATED = "stop_reason_length_pct"
 KL = "kl_divergence_inference"
@@ -258,7 +259,7 @@ def zero_advantage(history: History) -> Finding | None:
     task = _task(history)
     return _lasting(
         history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
-        "{:.0f} % of the groups have equal rewards and are discarded.",
+        f"{{:.0f}} % of the groups have {EQUAL_REWARDS} and are discarded.",
         f"Use {task} prompts, or raise group_size.", REWARD,
     )  # fmt: skip
 
@@ -286,7 +287,7 @@ def waiting(history: History) -> Finding | None:
     """
     advice = "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."
     if (share := history.mean(NO_SIGNAL) or 0.0) >= 40:
-        advice = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards. {advice}"
+        advice = f"Use {_task(history)} prompts: {share:.0f} % of the groups have {EQUAL_REWARDS}. {advice}"
     return _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
         advice,

@@ -112,20 +112,21 @@ def _direction(history: History, metric: str, skip: int) -> int:
 def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
     """Returns sentences: the outcome, the worst problem, and one advice if the run can still use it.
 
-    An error or a stall comes first.
+    An error or a stall comes first. Many groups without a signal are mentioned beside another problem.
     """
     worst = [*_stalled(state), *found]
     ended = _end(state)
     facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
     urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
     outcome = facts[urgent:urgent] = _outcome(history)
-    if not worst and not ended:
+    advice = [_sentence(each.advice, each.metrics) for each in worst[:1] if state.status != "finished"]
+    told = [each["text"] for each in [*facts[: 2 + urgent], *advice]]
+    signal = [] if urgent or any(rules.EQUAL_REWARDS in text for text in told) else _no_signal(history)
+    if not (worst or ended or signal):
         is_open = state.status in ("live", "unknown")
         waits = "No step has ended yet." if is_open else "The run ended before its first step."
-        calm = _sentence("Nothing stands out." if history.steps else waits, ())
-        facts += _no_signal(history) or [calm] * (is_open or not outcome)
-    advice = [_sentence(each.advice, each.metrics) for each in worst[:1] if state.status != "finished"]
-    return [*facts[: 2 + urgent], *advice]
+        facts += [_sentence("Nothing stands out." if history.steps else waits, ())] * (is_open or not outcome)
+    return [*facts[: 2 + urgent], *signal, *advice]
 
 
 def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
@@ -238,9 +239,9 @@ def _outcome(history: History) -> list[dict[str, Any]]:
         return []
     before, now = ends_of(values)
     window = min(WINDOW, len(values) // 2)
-    span = "step" if window == 1 else f"{window} steps"
+    first, last = ("step", "") if window == 1 else (f"{window} steps", f" {window}")
     texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
-    text = f"Mean reward of all groups: {texts[0]} in the first {span}, {texts[1]} in the last."
+    text = f"Mean reward of all groups: {texts[0]} in the first {first}, {texts[1]} in the last{last}."
     return [_sentence(text, (rules.REWARD,), is_outcome=True)]
 
 
@@ -254,7 +255,7 @@ def _accuracy(point: rules.EvalPoint) -> str:
 def _no_signal(history: History) -> list[dict[str, Any]]:
     values = finite(history.columns.get(rules.NO_SIGNAL, ()))
     share = statistics.fmean(values) if values else 0.0
-    text = f"{share:.0f} % of all groups had equal rewards: they were generated and taught nothing."
+    text = f"{share:.0f} % of all groups had {rules.EQUAL_REWARDS}: they were generated and taught nothing."
     return [_sentence(text, (rules.NO_SIGNAL,))] if share >= LEAST_NO_SIGNAL else []
 
 

@@ -32,7 +32,7 @@ NOTE = "This run is a recording that is replayed: a model of a million parameter
 NUM_REPEATED = 10
 """Steps at the end of a recording that are repeated. A multiple of the steps between two evals."""
 
-GROUP_IDS = 10**7
+GROUP_IDS = 10**4
 """Distance of the group ids of two repetitions."""
 
 STEPS = ("step", "version", "start_version", "end_version")

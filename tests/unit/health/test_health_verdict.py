@@ -56,10 +56,18 @@ def test_a_finding_marks_the_cell_of_its_metric_alone(name: str, changed: dict[s
 
 
 def test_a_run_gets_its_outcome_the_worst_fact_and_advice_while_it_can_take_it() -> None:
-    wrong = {WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10, rules.AGE: [5.0] * 10}
+    wrong = {WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10, rules.AGE: [5.0] * 10, rules.NO_SIGNAL: [10.0] * 60}
     outcome, fact, advice = sentences(wrong)
     assert "Mean reward" in outcome["text"] and "Entropy fell" in fact["text"] and "learning_rate" in advice["text"]
     assert [one["text"] for one in sentences(wrong, State("finished"))] == [outcome["text"], fact["text"]]
+
+
+def test_groups_without_signal_are_named_once_beside_another_problem() -> None:
+    # The advice for a wait names 40 % and more.
+    for share, state in ((35.0, LIVE), (55.0, LIVE), (55.0, State("finished"))):
+        texts = [one["text"] for one in sentences({WAIT: [6.2] * 10, rules.NO_SIGNAL: [share] * 60}, state)]
+        assert "waits" in texts[1]
+        assert sum(f"{share:.0f} %" in text and rules.EQUAL_REWARDS in text for text in texts) == 1
 
 
 def test_a_stall_brings_its_own_advice() -> None:

@@ -82,7 +82,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
         {(isRead || !after) && <EveryEval rows={mine} />}
       </aside>
       <section className="middle">
-        <Verdict name={name} curve={curve} first={first} range={range} before={before} after={after} items={items} />
+        <Verdict name={name} curve={curve} first={first} range={range} before={before} after={after} items={items} isRead={isRead} />
         <div className={`curves ${after && after.num_completions > 1 && otherMetrics(curve).length > 0 ? "three" : ""}`}>
           <Curve name={name} curve={curve} range={range} />
           {after && after.num_completions > 1 && <Passes before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />}
@@ -249,9 +249,11 @@ interface VerdictProps {
   before?: EvalRow;
   after?: EvalRow;
   items: Item[];
+  /** Until the items are read, the sentence keeps the place that their numbers need. */
+  isRead: boolean;
 }
 
-function Verdict({ name, curve, first, range, before, after, items }: VerdictProps) {
+function Verdict({ name, curve, first, range, before, after, items, isRead }: VerdictProps) {
   if (!before || !after)
     return (
       <div className="verdict">
@@ -278,6 +280,7 @@ function Verdict({ name, curve, first, range, before, after, items }: VerdictPro
       <h1>
         {name} went from {percent(before.accuracy)} to {percent(after.accuracy)}
         {result ? `: ${count(gained)} ${gained === 1 ? "item" : "items"} gained, ${count(lost)} lost.` : "."}
+        {!isRead && <span style={{ visibility: "hidden" }}> 00 items gained, 00 lost.</span>}
       </h1>
       {shown && (
         <p>

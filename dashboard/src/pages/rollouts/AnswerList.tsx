@@ -11,7 +11,8 @@ import type { SamplePage, SampleRow } from "./types";
 const ROW = 20;
 /** Height of a search hit: one line for its numbers, one for the text around the match. */
 const HIT = 42;
-export const PAGE_ROWS = 100;
+/** Two screens of rows: a new filter waits for the first page. */
+export const PAGE_ROWS = 50;
 
 export const SORTS: [value: string, title: string][] = [
   ["step", "step"],
@@ -75,8 +76,9 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
   const asked = useRef(new Set<string>());
   const total = first?.total ?? 0;
   const height = search ? HIT : ROW;
-  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 16 });
+  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 8 });
   useEffect(() => rows.measure(), [height]);
+  useEffect(() => void box.current?.scrollTo(0, 0), [key]); // which returns a promise in newer browsers
   const items = rows.getVirtualItems();
   const rowAt = (index: number): SampleRow | undefined => {
     const page = Math.floor(index / PAGE_ROWS);
@@ -137,7 +139,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
             const look = `${row.sample_id === sample ? " sel" : ""}${row.status === "kept" || row.status === "eval" ? "" : " x"}`;
             if (search) {
               return (
-                <div key={`${row.attempt}/${row.sample_id}`} className={`hit${look}`} {...common}>
+                <div key={index} className={`hit${look}`} {...common}>
                   <span className="s">
                     {square} <span className="cut">step {step}, <Plain text={row.environment} /></span> <span className="f cut">{why}</span> <span className="r">reward {number(row.reward, 2)}</span>
                   </span>
@@ -146,7 +148,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
               );
             }
             return (
-              <div key={`${row.attempt}/${row.sample_id}`} className={`ar${look}`} {...common}>
+              <div key={index} className={`ar${look}`} {...common}>
                 <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{step}</span>
                 {square}
                 <span className="cut"><Plain text={row.prompt ? inLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>

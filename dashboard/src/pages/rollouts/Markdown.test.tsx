@@ -28,6 +28,18 @@ test("links are http only, and leak no referrer", () => {
   expect(html("[x](https://example.org)")).toContain('rel="noreferrer noopener"');
 });
 
+test.each(["9*5*7", "x**2 + y**2", "(2+3)*4*(5-1)", "a*(b+c)*d"])("%s keeps its asterisks", (text) => {
+  expect(html(text)).toBe(`<div class="md"><p>${text}</p></div>`);
+});
+
+test.each([
+  ["so *this* and **that**", "so <em>this</em> and <b>that</b>"],
+  ["**Answer:** 42", "<b>Answer:</b> 42"],
+  ["答案**42**是", "答案<b>42</b>是"],
+])("%s is emphasized", (text, shown) => {
+  expect(html(text)).toBe(`<div class="md"><p>${shown}</p></div>`);
+});
+
 /** The page when its formulas and code have arrived. */
 async function whole(text: string): Promise<string> {
   const { prelude } = await prerender(<Markdown text={text} />);

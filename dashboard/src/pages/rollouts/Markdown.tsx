@@ -48,8 +48,17 @@ function formulaAt(src: string): Formula | null {
   return found;
 }
 
+/** The characters before and from an asterisk that multiplies, as in 9*5*7, or raises to a power. */
+const [FACTOR, TIMES] = [/[\w)\]}]$/, /^\*{1,2}(?=[\w([{\\])/];
+
 const parser = new Marked({ breaks: true, gfm: true });
 parser.use({
+  tokenizer: {
+    emStrong: (src, _masked, before = "") => {
+      const times = FACTOR.test(before) ? TIMES.exec(src)?.[0] : undefined;
+      return times ? ({ type: "text", raw: times, text: times } as unknown as Tokens.Em) : false; // false: as Markdown has it
+    },
+  },
   extensions: [
     {
       name: "displayTex",

@@ -84,6 +84,9 @@ export function Rollouts() {
   const counted = useResource<SamplePage>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
   const counts = useKept(counted.data);
   const total = page.data?.total ?? counts?.total;
+  // A filter answers soon: the rows before it stay until then. A search takes longer, and says so.
+  const before = useKept(page.data);
+  const listed = params.search || page.error ? page.data : before;
 
   // Facets of the whole run, whichever answers are listed.
   const metrics = useKept((page.data ?? counts)?.metrics) ?? [];
@@ -103,17 +106,17 @@ export function Rollouts() {
 
   const by = params.squares ?? "reward";
   const filling = useMemo(
-    () => fillingBy(by, scaleOf, [...(groups.data ?? []).flatMap((group) => group.samples), ...(page.data?.rows ?? [])]),
-    [by, scaleOf, groups.data, list === "answers" ? page.data : null],
+    () => fillingBy(by, scaleOf, [...(groups.data ?? []).flatMap((group) => group.samples), ...(listed?.rows ?? [])]),
+    [by, scaleOf, groups.data, list === "answers" ? listed : null],
   );
   const [foldedKeys, setFolded] = useState<ReadonlySet<string>>(new Set());
   const folded: Folded = { keys: foldedKeys, set: setFolded };
 
   // The ruler and [ ] change the step alone: an answer of the step before is not meant any more.
-  const before = useRef({ step: params.step, sample });
+  const last = useRef({ step: params.step, sample });
   useEffect(() => {
-    const left = before.current;
-    before.current = { step: params.step, sample };
+    const left = last.current;
+    last.current = { step: params.step, sample };
     if (list === "groups" && sample && left.sample === sample && left.step !== params.step) setParams({ sample: null, attempt: null }, true);
   }, [params.step, sample]);
 
@@ -247,7 +250,7 @@ export function Rollouts() {
         ) : list === "groups" ? (
           <GroupList groups={all} scaleOf={scaleOf} filling={filling} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
         ) : (
-          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={page.data} sort={sort} search={params.search ?? ""} sample={selected} scaleOf={scaleOf} filling={filling} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
+          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={listed} sort={sort} search={params.search ?? ""} sample={selected} scaleOf={scaleOf} filling={filling} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
         )}
       </section>
       {params.prompt ? (

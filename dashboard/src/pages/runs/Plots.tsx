@@ -64,7 +64,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
   });
   const shown = runs.find((run) => run.id === at);
   const missing = runs.length - points.length;
-  const words = shown ? `${visible(shown.name)}: ${x.title} ${textOf(x, shown)}, ${y.title} ${textOf(y, shown)}` : missing > 0 ? `${missing} of ${runs.length} runs lack one of the two` : "";
+  const words = shown ? `${visible(shown.name)}: ${x.title} ${textOf(x, shown)}, ${y.title} ${textOf(y, shown)}` : missing > 0 ? `${missing} of ${runs.length} runs ${missing === 1 ? "lacks" : "lack"} one of the two` : "";
   return (
     <Plot
       words={words}
@@ -94,7 +94,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
               {x.title}
               {across.log ? ", log" : ""}
             </text>
-            <text className="title" transform={`translate(14 ${Y(0.5)}) rotate(-90)`} textAnchor="middle">
+            <text className="title" transform={`translate(8 ${Y(0.5)}) rotate(-90)`} textAnchor="middle">
               {y.title}
               {up.log ? ", log" : ""}
             </text>

@@ -231,7 +231,7 @@ export function Timeline() {
         </div>
         <Minimap from={bounds.from} to={bounds.to} view={view} used={used.data?.[0] ?? null} waits={waits} setView={setView} label={duration(bounds.to - bounds.from)} />
         <Canvas scene={scene} setView={(next) => (following && setParams({ follow: null }, true), setView(next))} onSelect={select} onFit={fitRow} onSize={(width, height) => setSize({ width, height })} />
-        {loaded && !traced && <p className="none d">No span lies in this time.</p>}
+        {!traced && <p className="none d" role="status">{loaded ? "No span lies in this time." : "Reading the spans of this time."}</p>}
         <p className="keyl" aria-label="Colors">{KEY.filter((kind) => kind !== "sandbox" || lanes.columns.component.includes(kind)).map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{NAMES[kind] ?? kind}</span>)}</p>
       </section>
       <aside className="p3" aria-label="Step and request">

@@ -279,15 +279,26 @@ function downIn(paths: readonly CriticalPath[], outages: readonly Outage[]): { t
 
 const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
 
+/** Causes that are no wait for answers. */
+const OWN: readonly Cause["name"][] = ["rank", "checkpoint", "weight sync"];
+
+/** Returns the seconds that a step waited for answers, whatever the causes. */
+const waitOf = (causes: readonly Cause[]) => causes.filter(({ name }) => !OWN.includes(name)).reduce((sum, one) => sum + one.seconds, 0);
+
 /** Returns one sentence about what the steps waited for or spent their time on. */
 export function verdict(paths: readonly CriticalPath[], around: Around): string {
   const mean = paths.length === 1 ? paths[0]! : meanPath(paths);
   const it = paths.length === 1 ? "It" : "The mean step";
   const whole = wholeOf(paths);
-  const [cause] = causesOf(paths, around);
-  if (cause && cause.seconds > WAITS * whole) {
-    const what = cause.name === "engine" ? `while ${downIn(paths, around.outages).text} ${downIn(paths, around.outages).text.startsWith("engines") ? "were" : "was"} down` : (FOR[cause.name] ?? "for its batch");
-    return `${it} waited ${seconds(cause.seconds)}${paths.length > 1 ? ` of ${seconds(whole)}` : ""} ${what}.`;
+  const causes = causesOf(paths, around);
+  const [cause] = causes;
+  const isMain = cause && cause.seconds > WAITS * whole;
+  if (isMain || waitOf(causes) > WAITS * whole) {
+    const named = isMain ? cause : causes.find(({ name }) => !OWN.includes(name))!;
+    const down = downIn(paths, around.outages).text;
+    const what = named.name === "engine" ? `while ${down} ${down.startsWith("engines") ? "were" : "was"} down` : (FOR[named.name] ?? "for its batch");
+    const waited = `${it} waited ${seconds(isMain ? named.seconds : waitOf(causes))}${paths.length > 1 ? ` of ${seconds(whole)}` : ""}`;
+    return isMain ? `${waited} ${what}.` : `${waited} for answers, ${seconds(named.seconds)} of it ${what}.`;
   }
   const most = total(mean.parts).filter((row) => row.start >= mean.ready).sort((a, b) => b.seconds - a.seconds)[0];
   if (!most || whole <= 0) return "Nothing of this step was traced.";
@@ -309,7 +320,7 @@ const ALSO = 0.1;
 export function advice(paths: readonly CriticalPath[], around: Around): string[] {
   const whole = wholeOf(paths);
   const causes = causesOf(paths, around).filter((cause) => cause.seconds > ALSO * whole);
-  if (causes.length === 0 || causes[0]!.seconds <= WAITS * whole) return [];
+  if (causes.length === 0 || Math.max(causes[0]!.seconds, waitOf(causes)) <= WAITS * whole) return [];
   const down = downIn(paths, around.outages);
   const textOf = ({ name, seconds: spent }: Cause): string | null => {
     switch (name) {

@@ -199,6 +199,13 @@ test("the mean path has the mean seconds of each part, which add up to the mean 
   expect(verdict(paths, ALONE)).toBe("The mean step waited 5.5 s of 11 s for its answers to be generated.");
 });
 
+test("waits of several causes are one wait for answers", () => {
+  const scored = REQUEST.map(([component, name, rest]): Row => [component, name, name === "decode" ? { ...rest, end: 3 } : name === "reward" ? { ...rest, start: 3 } : rest]);
+  const paths = [stepOf(REQUEST, 16), stepOf(scored, 16), stepOf(REQUEST, 16), stepOf(scored, 18)];
+  expect(verdict(paths, ALONE)).toBe("The mean step waited 5.5 s of 16 s for answers, 2.8 s of it for its answers to be generated.");
+  expect(advice(paths, ALONE)).toEqual(["Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.", "Make the reward faster, or raise max_async_rollout."]);
+});
+
 test("requests that run lie in their slots, also where nothing has ended", () => {
   const request = (server: number | null, lane: number | null) => ({ sample_id: `9-${lane}`, server, lane, started_at: 4 }) as InFlight;
   const { engines } = withRunning(buildLanes(columns(REQUEST)), [request(0, 3), request(0, 5), request(1, 0), request(null, null)]);
