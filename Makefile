@@ -23,6 +23,8 @@ OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
 E2E := tests/integration/weights tests/e2e
 SLOW := tests/e2e/stack tests/integration tests/e2e
 WITHOUT = $(shell $(PY) -m tests.browser > /dev/null || echo and not browser; command -v bwrap > /dev/null || echo and not sandbox)
+# Whether network namespaces can be made, which stand for machines in tests.
+WITHOUT += $(shell name=probe-$$$$; ip netns add $$name 2> /dev/null && ip netns del $$name || echo and not namespaces)
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -64,7 +66,7 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 
 test-all: test  ## also the slow tests, which rarely fail
 	@echo "== slow"
-	@$(PYTEST) -m slow $(PARALLEL) $(SLOW)
+	@$(PYTEST) -m "slow $(WITHOUT)" $(PARALLEL) $(SLOW)
 
 lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,21 +20,29 @@ MARK = "TELESCOPE_TEST_MARK"
 
 
 class Command:
-    """A running `train.py` on the demo's config, and every process that descends from it."""
+    """A running `train.py` on a demo's config, and every process that descends from it."""
 
     def __init__(
-        self, model: Path, folder: Path, port: int, *flags: str, number_of_steps: int = 500, resume: bool = False
+        self,
+        model: Path,
+        folder: Path,
+        port: int,
+        *flags: str,
+        number_of_steps: int = 500,
+        resume: bool = False,
+        config: str = "demo_countdown.yaml",
+        within: Sequence[str] = (),
     ) -> None:
         self.run_dir = folder / "run"
         self.log = folder / "output.txt"
         self.mark = uuid.uuid4().hex
         self.known: dict[int, str] = {}
         """Every process of the family that was ever seen, by its id, with its start time."""
-        command = [sys.executable, str(ROOT / "train.py")]
+        command = [*within, sys.executable, str(ROOT / "train.py")]
         if resume:
             command += ["--resume", str(self.run_dir)]
         else:
-            command += ["--config", str(ROOT / "configs" / "examples" / "demo_countdown.yaml"), f"--model={model}"]
+            command += ["--config", str(ROOT / "configs" / "examples" / config), f"--model={model}"]
             command += [f"--run_dir={self.run_dir}", f"--inference_base_port={port}"]
             command += ["--use_wandb=false", "--eval_before_training=false"]
         command += [f"--number_of_steps={number_of_steps}", *flags]
