@@ -134,10 +134,9 @@ def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
     filter.
     """
     order = _order(query.sort)
-    visible = store.visible()
-    store.refresh("samples")
     every: Mapping[str, Sequence[Any]] = {}
     if query.facets:
+        visible = store.visible()
         tags = {f"tag:{name}": values for name, values in sorted(store.tags().items()) if len(values) > 1}
         every = {name: store.distinct(name, visible) for name in FACETS} | dict(list(tags.items())[:MOST_TAGS])
     with _filtered(store, query) as (view, base, conditions):

@@ -205,7 +205,8 @@ class RunTables:
             first, found = self._seen.get((table, columns), (0, set()))
             if end < first:  # the table was read from the start again
                 first, found = 0, set()
-            found |= set(self.fetch(f"SELECT DISTINCT {columns} FROM {table} WHERE rowid >= ?", [first]))
+            if end > first:
+                found |= set(self.fetch(f"SELECT DISTINCT {columns} FROM {table} WHERE rowid >= ?", [first]))
             self._seen[table, columns] = (end, found)
             return set(found)
 
