@@ -302,7 +302,7 @@ def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server) -> None:
     assert time.monotonic() - started < QUICK.start_timeout
     assert "exit code 1" in str(failure.value)
     assert "No available memory" in str(failure.value)
-    assert "lower max_model_len" in str(failure.value)
+    assert "raise gpu_memory_utilization" in str(failure.value)
     assert server.status().state == "failed"
 
 
