@@ -273,13 +273,3 @@ def test_samples_of_a_report_have_their_own_rows_also_after_a_checkpoint(tmp_pat
     read = Run(tmp_path).table("turns").to_pylist()[1:]
     assert [row["text"] for row in read] == [text for each in texts for text in each]
     assert {(row["attempt"], row["sample_id"]) for row in read} == {(3, "5-0"), (3, "5-2")}
-
-
-def test_turns_of_an_earlier_version_extend_each_other_unless_they_restarted() -> None:
-    made = group([1.0], lengths=(2, 3, 4))
-    saved = json.loads(json.dumps(RunState(groups=[made]).state_dict()))
-    for turn, restarts in zip(saved["groups"][0]["samples"][0]["turns"], (False, False, True), strict=True):
-        del turn["parent"]
-        turn["restarts"] = restarts
-    (sample,) = RunState.load_state_dict(saved).groups[0].samples
-    assert [turn.parent for turn in sample.turns] == [None, 0, None]
