@@ -6,7 +6,6 @@ Needs root and iproute2.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -99,6 +98,6 @@ class Nodes:
 
 
 def ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
     return done.stdout
