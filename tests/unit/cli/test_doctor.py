@@ -116,7 +116,7 @@ def test_missing_parts_for_large_models_are_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_variable_that_no_configuration_can_have_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TELESCOPE_RUN_DIR", "~nobody-of-this-name/run")
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", "~unknown-user/run")
     (check,) = doctor.check_default_run()
     assert check.status == "bad"
     assert "TELESCOPE_RUN_DIR" in check.found

@@ -172,7 +172,7 @@ def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("~nobody-of-this-name/run", "there is no user 'nobody-of-this-name'"),
+        ("~unknown-user/run", "there is no user 'unknown-user'"),
         ("/tmp/" + "a" * 300, "each name in it 255"),
         ("é" * 130, "each name in it 255"),
         ("a/" * 2500, "a path has at most 4096 bytes"),
@@ -184,7 +184,7 @@ def test_what_cannot_be_a_path_is_refused(field, path, words):
         build_config({"environments": [{"name": "countdown"}], field: path})
 
 
-@pytest.mark.parametrize("path", ["a" * 5000, "~nobody-of-this-name/x", "x/" * 2500])
+@pytest.mark.parametrize("path", ["a" * 5000, "~unknown-user/x", "x/" * 2500])
 @pytest.mark.parametrize("command", [["query", "select 1", "--run"], ["compact"]])
 def test_an_argument_that_is_neither_a_path_nor_a_name_is_bad_input(command, path, capsys):
     assert main([*command, path]) == 2
