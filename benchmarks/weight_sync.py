@@ -53,10 +53,6 @@ from telescope.trainer.worker import choose_device
 MORE_SHAPES: dict[str, dict[str, Any]] = {
     # With a head size that vLLM's attention supports on a CPU.
     "tiny": SHAPES["tiny"] | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
-    "1.7b": {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
 }  # fmt: skip
 SETTLE_SECONDS = 1.0
 """Undisturbed sampling time between two syncs."""

@@ -156,11 +156,13 @@ class WholeRun:
 
         Raises RuntimeError with its last lines when it failed or trained nothing.
         """
-        try:
+        code: int | None = None
+        with suppress(subprocess.TimeoutExpired):
             code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = 0
-        if code != 0 or not (steps := len(self.steps())):
+        steps = len(self.steps())
+        if code is None and not steps:
+            raise RuntimeError(f"no training step ended within {timeout:.0f} s, raise --timeout:\n{self.tail()}")
+        if code or not steps:
             raise RuntimeError(f"the run exited with code {code}:\n{self.tail()}")
         self.stop()
         return steps

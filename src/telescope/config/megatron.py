@@ -353,7 +353,16 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
     layers = shape.num_layers // stages
     num_kept = stages  # micro-batches of which the first stage keeps activations
     boundary = tokens * shape.hidden_size * computed // sequence_shards
-    kept = layers * num_kept * (boundary if config.megatron_gradient_checkpointing else block)
+    if config.megatron_gradient_checkpointing:
+        of_layer = boundary
+    elif device == "cpu":
+        of_layer = block
+    else:
+        elements = max(shape.activation_elements_per_token(width) for width in shape.mlp_widths)
+        if shape.qk_norm:  # these norms keep the array of which their inputs are parts
+            elements += (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        of_layer = tokens * computed * elements // tensor
+    kept = layers * num_kept * of_layer
     # Transformer Engine keeps a copy of the matrices that it multiplies in FP8.
     in_fp8 = dense // tensor + expert_part if config.megatron_fp8 else 0
     # An update of weights in half precision makes gradients in float32, unless the optimizer reads them as they are.

@@ -32,7 +32,7 @@ from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing
 from telescope.trainer.model import DTYPES, compute_dtype
-from telescope.trainer.packing import lay_out, untrained_sample
+from telescope.trainer.packing import lay_out, untrained_sample, warm_up_row
 from telescope.trainer.router_replay import RouterReplay
 from telescope.trainer.timeline import timing_metrics
 from telescope.utils.timeline import Span, Timeline
@@ -103,6 +103,33 @@ class RLBackend(TrainingBackend):
     @abstractmethod
     def hf_config(self) -> PretrainedConfig:
         """The model's config, for the folder of a saved model."""
+
+    def clip_factor(self, norm: float) -> float:
+        """Returns the factor that clips a gradient of this norm, in (0, 1]."""
+        bound = self.config.grad_clip or math.inf  # 0 disables clipping
+        return min(1.0, bound / (norm + 1e-6))  # as `torch.nn.utils.clip_grad_norm_`
+
+    @abstractmethod
+    def drop_gradient(self) -> None:
+        """Frees the gradient without using it."""
+
+    def warm_up(self) -> None:
+        row = warm_up_row(
+            self.config.seq_len, self.config.pad_to_multiple_of, self.hf_config.get_text_config().vocab_size
+        )
+        on_gpu = self.device.type == "cuda"
+        # Without the algorithm's loss, because a user's may count its calls.
+        with torch.random.fork_rng([self.device] if on_gpu else []):
+            self.forward_backward([row], lambda _, logp_N, entropy_N: logp_N.sum() + entropy_N.sum(), self.unmeasured())
+        self.drop_gradient()
+        if self.replay is not None:
+            self.replay.metrics()  # forgets its counts
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def unmeasured(self) -> Timeline:
+        """Returns a timeline that records nothing."""
+        return Timeline(self.device, self.rank, enabled=False)
 
     def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
         step, version = int(trainer_data["step"]), int(trainer_data["version"])

@@ -168,7 +168,8 @@ def divided_vocabulary(group: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
 
 
 def steps_job(trainer: Trainer, folder: Path | None = None) -> dict[str, Any]:
-    """Three training steps, with a checkpoint after the second."""
+    """Three training steps after a warm-up, which leaves no trace, with a checkpoint after the second."""
+    trainer.warm_up()
     metrics, gradient_bytes = [], []
     for step in STEPS:
         if step == STEPS[-1] and folder is not None:

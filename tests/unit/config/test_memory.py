@@ -164,6 +164,23 @@ def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recompu
     assert 0.95 * gib <= found <= 1.05 * gib
 
 
+@pytest.mark.parametrize(
+    ("changes", "gib"),  # a rank of two: benchmarks/results/megatron.json
+    [
+        ({}, 51.38),
+        ({"megatron_tensor_parallel_size": 2}, 37.11),
+        ({"megatron_gradient_checkpointing": False}, 119.43),
+    ],
+)
+def test_the_estimate_of_megatron_is_near_what_was_measured(changes, gib):
+    lengths = {"seq_len": 16_384, "max_tokens": 1024, "max_model_len": 16_384}
+    run = config(
+        train_backend="megatron", mixed_precision_dtype="bfloat16", trainer_num_workers=2, **lengths, **changes
+    )
+    trainer = estimate_memory(run, shape_of("qwen3-4b")).trainer
+    assert gib <= (trainer.total - trainer.overhead) / GIB < 1.05 * gib
+
+
 def test_documented_models_fit_a_gpu_of_139_gib():
     def total(name: str, ranks: int, tokens: int, **settings: object) -> float:
         lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}

@@ -33,7 +33,6 @@ from telescope.trainer.checkpoint_names import named_tensors
 from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
 from telescope.trainer.model import PREFIX, compute_dtype
 from telescope.trainer.model_input import model_input
-from telescope.trainer.packing import warm_up_row
 from telescope.trainer.router_replay import ReplayedRouters
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
 from telescope.trainer.step import GradientPart, RLBackend, RowLoss
@@ -41,9 +40,6 @@ from telescope.utils.timeline import Timeline
 from telescope.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
-
-CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as in torch's clipping."""
 
 
 class FSDPBackend(RLBackend):
@@ -103,18 +99,6 @@ class FSDPBackend(RLBackend):
         group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
         return ContextGroup.of(group)
 
-    def warm_up(self) -> None:
-        on_gpu = self.device.type == "cuda"
-        sharding.stay_gathered(self.policy, False)
-        row = warm_up_row(self.config.seq_len, self.config.pad_to_multiple_of, self.policy.head.weight.shape[0])
-        # Without a loss, because a user's algorithm may count its calls.
-        with torch.random.fork_rng([self.device] if on_gpu else []):
-            logp_N, entropy_N = self._forward(row, self.config.temperature, self._unmeasured())
-            (logp_N.sum() + entropy_N.sum()).backward()
-        self.policy.zero_grad(set_to_none=True)
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.policy.parameters())
@@ -151,7 +135,7 @@ class FSDPBackend(RLBackend):
         self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
     ) -> list[torch.Tensor]:
         temperature = self.config.temperature if temperature is None else temperature
-        logprobs = [self._forward(row, temperature, self._unmeasured())[0] for row in micro_batches]
+        logprobs = [self._forward(row, temperature, self.unmeasured())[0] for row in micro_batches]
         sharding.reshard_all(self.policy)
         return logprobs
 
@@ -169,9 +153,6 @@ class FSDPBackend(RLBackend):
             logp_N, entropy_N = whole_row(own_2N, row.own, int(micro_batch.trained_T.sum()), self.context)
         return logp_N, entropy_N
 
-    def _unmeasured(self) -> Timeline:
-        return Timeline(self.device, self.rank, enabled=False)
-
     @torch.no_grad()
     def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
         with timeline.span("gradient_norm"):
@@ -180,19 +161,20 @@ class FSDPBackend(RLBackend):
         with timeline.span("optimizer"):
             if not math.isfinite(norm):
                 return norm
-            bound = self.config.grad_clip or math.inf  # 0 disables clipping
-            clip = min(1.0, bound / (norm + CLIP_EPSILON))
-            torch._foreach_mul_(gradients, clip / divisor)
+            torch._foreach_mul_(gradients, self.clip_factor(norm) / divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.drop_gradient()
         return norm
 
     def take_gradient(self, divisor: float) -> list[GradientPart]:
         shards = [shard / divisor for shard in self.local_gradients()]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradient()
         return [GradientPart(shards, None)]
+
+    def drop_gradient(self) -> None:
+        self.policy.zero_grad(set_to_none=True)
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Returns this rank's non-empty gradient shards."""

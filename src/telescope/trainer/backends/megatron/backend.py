@@ -56,7 +56,7 @@ class MegatronBackend(RLBackend):
         if self.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigError("device: train_backend megatron uses the GPU where there is one: set device to 'auto'")
         check_transformer_engine(config)
-        on_gpu = self.device.type == "cuda"
+        self.compiles = on_gpu = self.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (0, 0)
         check_gpu_fields(config, self.device.type, [major + minor / 10] if on_gpu else [])
         self.parallel = initialize(config)
@@ -136,8 +136,7 @@ class MegatronBackend(RLBackend):
             return self._whole(out_2N, own, int(row.trained_T.sum()))[0]
 
         temperature = self.config.temperature if temperature is None else temperature
-        timeline = Timeline(self.device, self.rank, enabled=False)
-        results = self._run(micro_batches, temperature, finish, timeline, forward_only=True)
+        results = self._run(micro_batches, temperature, finish, self.unmeasured(), forward_only=True)
         sizes = [int(row.trained_T.sum()) for row in micro_batches]
         whole = torch.cat(results) if results else torch.empty(sum(sizes), dtype=self.loss_dtype, device=self.device)
         if self.parallel.pp.size() > 1:
@@ -191,16 +190,16 @@ class MegatronBackend(RLBackend):
     @torch.no_grad()
     def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
         with timeline.span("gradient_norm"):
-            self.ddp.scale_gradients(1.0 / divisor)
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())
+            norm = float(self.optimizer.get_grad_norm()) / divisor
         with timeline.span("optimizer"):
             if math.isfinite(norm):
+                self.ddp.scale_gradients(self.clip_factor(norm) / divisor)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-                self.optimizer.step()
-            self.ddp.zero_grad_buffer()
-            self.optimizer.zero_grad()
+                self.optimizer.prepare_grads()
+                self.optimizer.step_with_ready_grads()
+            self.drop_gradient()
         return norm
 
     @torch.no_grad()
@@ -212,9 +211,12 @@ class MegatronBackend(RLBackend):
             )
             for inner in inner_optimizers(self.optimizer)
         ]
+        self.drop_gradient()
+        return parts
+
+    def drop_gradient(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return parts
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         if self.config.weight_broadcast_free_grad_buffers and not self._has_no_buffers:

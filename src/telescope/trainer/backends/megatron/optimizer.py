@@ -39,7 +39,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: Any) -> MegatronOptimi
         "adam_beta1": 0.9,
         "adam_beta2": 0.999,
         "adam_eps": 1e-8,
-        "clip_grad": config.grad_clip,
+        "clip_grad": 0.0,  # the backend clips
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "use_distributed_optimizer": _is_distributed(config),
