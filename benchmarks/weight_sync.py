@@ -121,8 +121,8 @@ def configuration(model: str, device: torch.device, run_dir: str, arguments: arg
         "inference_num_workers": arguments.engines,
         "trainer_num_workers": arguments.trainers,
         "ray_address": "local",
-        "ray_inference_cpus_per_worker": 0.5,
-        "ray_trainer_cpus_per_worker": 0.5,
+        "ray_inference_cpus_per_worker": 0.5 if on_cpu else 4,
+        "ray_trainer_cpus_per_worker": 0.5 if on_cpu else 4,
         "trainer_threads": 1 if on_cpu else "null",
         "inference_threads": 1 if on_cpu else "null",
         "environment_workers": 1,
@@ -160,14 +160,27 @@ async def measure(
         reaper = stack.enter_context(Reaper())
         directory = RunDirectory.create(config, [])
         stack.enter_context(directory.open_record(console=False))
-        started = time.monotonic()
-        parts = await start_components(config, directory, RunStatus("weight_sync", 0), stack, reaper.directory)
-        print(f"{shape}: started in {time.monotonic() - started:.0f} s", flush=True)
+        parts = await started(shape, config, directory, RunStatus("weight_sync", 0), stack, reaper)
         await stack.enter_async_context(load(parts, arguments.requests))
         row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
         keep(row)
         if row["background_servers"]:
             keep(await measure_kind(parts, in_place(parts), shape, arguments.syncs))
+
+
+async def started(
+    shape: str,
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
+    reaper: Reaper,
+) -> RunComponents:
+    """Starts the components of a run, and prints how long it took."""
+    begin = time.monotonic()
+    parts = await start_components(config, directory, status, stack, reaper.directory)
+    print(f"{shape}: started in {time.monotonic() - begin:.0f} s", flush=True)
+    return parts
 
 
 def print_logs(folder: Path) -> None:
