@@ -9,7 +9,7 @@ The limits are wide, because people ignore alerts that are often wrong.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from telescope.utils.text import listed
@@ -28,7 +28,6 @@ IDLE = "timing_engines_idle / timing_step_total"
 REWARD = "reward/all_groups/mean"
 TRAINED_REWARD = "reward/total/mean"
 NO_SIGNAL = "discarded/zero_advantage/pct"
-EQUAL_REWARDS = "equal rewards"
 STALE = "discarded/max_async/pct"
 TRUNCATED = "stop_reason_length_pct"
 KL = "kl_divergence_inference"
@@ -100,7 +99,7 @@ class Finding:
     """A problem of a run, and what to try.
 
     `words` are at most three, for a cell; `text` is a sentence with numbers. The first of `metrics` is the one to look
-    at. `steps_ago` counts back from the last step.
+    at; the advice may name `advised` metrics besides. `steps_ago` counts back from the last step.
     """
 
     kind: str
@@ -110,6 +109,7 @@ class Finding:
     metrics: tuple[str, ...] = ()
     level: Level = "warning"
     steps_ago: int = 0
+    advised: tuple[str, ...] = ()
 
 
 Rule = Callable[[History], Finding | None]
@@ -259,7 +259,7 @@ def zero_advantage(history: History) -> Finding | None:
     task = _task(history)
     return _lasting(
         history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
-        f"{{:.0f}} % of the groups have {EQUAL_REWARDS} and are discarded.",
+        "{:.0f} % of the groups have equal rewards and are discarded.",
         f"Use {task} prompts, or raise group_size.", REWARD,
     )  # fmt: skip
 
@@ -285,13 +285,15 @@ def waiting(history: History) -> Finding | None:
 
     If many groups are discarded for equal rewards, other prompts shorten a step without more servers.
     """
-    advice = "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."
-    if (share := history.mean(NO_SIGNAL) or 0.0) >= 40:
-        advice = f"Use {_task(history)} prompts: {share:.0f} % of the groups have {EQUAL_REWARDS}. {advice}"
-    return _share(
+    found = _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
-        advice,
+        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
     )  # fmt: skip
+    share = history.mean(NO_SIGNAL) or 0.0
+    if found is None or share < 40:
+        return found
+    prompts = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards."
+    return replace(found, advice=f"{prompts} {found.advice}", advised=(NO_SIGNAL,))
 
 
 def idle(history: History) -> Finding | None:

@@ -119,9 +119,9 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
     facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
     urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
     outcome = facts[urgent:urgent] = _outcome(history)
-    advice = [_sentence(each.advice, each.metrics) for each in worst[:1] if state.status != "finished"]
-    told = [each["text"] for each in [*facts[: 2 + urgent], *advice]]
-    signal = [] if urgent or any(rules.EQUAL_REWARDS in text for text in told) else _no_signal(history)
+    advice = [_sentence(each.advice, (*each.metrics, *each.advised)) for each in worst[:1] if state.status != "finished"]
+    is_named = any(rules.NO_SIGNAL in each["metrics"] for each in [*facts[: 2 + urgent], *advice])
+    signal = [] if urgent or is_named else _no_signal(history)
     if not (worst or ended or signal):
         is_open = state.status in ("live", "unknown")
         waits = "No step has ended yet." if is_open else "The run ended before its first step."
@@ -255,7 +255,7 @@ def _accuracy(point: rules.EvalPoint) -> str:
 def _no_signal(history: History) -> list[dict[str, Any]]:
     values = finite(history.columns.get(rules.NO_SIGNAL, ()))
     share = statistics.fmean(values) if values else 0.0
-    text = f"{share:.0f} % of all groups had {rules.EQUAL_REWARDS}: they were generated and taught nothing."
+    text = f"{share:.0f} % of all groups had equal rewards: they were generated and taught nothing."
     return [_sentence(text, (rules.NO_SIGNAL,))] if share >= LEAST_NO_SIGNAL else []
 
 

@@ -14,6 +14,7 @@ from telescope.cli import doctor as doctor_command
 from telescope.cli import launch, main, train
 from telescope.config.loader import parse_overrides
 from telescope.errors import ConfigError
+from telescope.record.files import RunFiles, WriterLock
 
 EXAMPLES = Path(__file__).parents[3] / "configs" / "examples"
 FLAGS = ["--checkpoint_every", "50", "--learning_rate=5e-7", "--wandb_run_name", "Fir$t run"]
@@ -90,19 +91,26 @@ def test_a_skypilot_job_is_one_task_for_all_nodes(render, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("files", "command", "is_moved"),
+    ("files", "is_live", "command", "is_moved"),
     [
-        ([], "--config", False),
-        (["notes.txt"], "--config", False),
-        (["run.json"], "--config", True),
-        (["run.json", "checkpoints/step_50/meta.json"], "--resume", False),
+        ([], False, "--config", False),
+        (["notes.txt"], False, "--config", False),
+        (["run.json"], False, "--config", True),
+        (["run.json", "tables/.writer.lock"], False, "--config", True),
+        (["run.json"], True, "--config", False),
+        (["run.json", "checkpoints/step_50/meta.json"], False, "--resume", False),
     ],
 )
-def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_aside(files, command, is_moved, tmp_path):
+def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_that_ended_aside(
+    files, is_live, command, is_moved, tmp_path
+):
     folder = tmp_path / "a run"
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
+    lock = WriterLock(RunFiles(folder))
+    if is_live:
+        lock.acquire()
     argv = ["slurm", "--config", f"{EXAMPLES}/example_wordle.yaml", "--run-dir", str(folder), *FLAGS[:2]]
     start, _ = launch.render(launch.build_parser().parse_args(argv)).split("# Slurm sends")
     telescope = tmp_path / "telescope"
@@ -112,6 +120,7 @@ def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_aside(files
     lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[:2] == ["train", command]
     assert (str(folder) in lines, lines[-2:]) == (True, ["--seed", "1"])
+    lock.release()
     assert len(list(tmp_path.glob("a run.*"))) == is_moved
 
 

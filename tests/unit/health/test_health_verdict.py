@@ -67,7 +67,7 @@ def test_groups_without_signal_are_named_once_beside_another_problem() -> None:
     for share, state in ((35.0, LIVE), (55.0, LIVE), (55.0, State("finished"))):
         texts = [one["text"] for one in sentences({WAIT: [6.2] * 10, rules.NO_SIGNAL: [share] * 60}, state)]
         assert "waits" in texts[1]
-        assert sum(f"{share:.0f} %" in text and rules.EQUAL_REWARDS in text for text in texts) == 1
+        assert sum(f"{share:.0f} %" in text and "equal rewards" in text for text in texts) == 1
 
 
 def test_a_stall_brings_its_own_advice() -> None:
