@@ -192,6 +192,12 @@ PARTS = (
         2,
         300,
     ),
+    Part(
+        "4b by megatron on two by data",
+        f"{TRAINER} 4b --ranks 2 --backend fsdp megatron --tokens 16384 --loads packed --checkpointing full none {FEW}",
+        2,
+        400,
+    ),
     Part("sync 4b by megatron", f"{SYNC} 4b --set train_backend=megatron", 2, 420),
     Part("sync 4b by megatron on one", f"{SYNC} 4b --set train_backend=megatron share_gpus=true", 1, 420),
     Part("sync 4b of adapters", f"{SYNC} 4b --set {ADAPTERS}", 2, 300),
