@@ -1,4 +1,4 @@
-"""Modules of this repository that no package holds, for tests of them: the benchmarks and the scripts.
+"""Scripts of this repository as modules, for tests of them.
 
 Invariant: what is imported here is gone at the end, so that a later test imports it anew and none finds it by accident.
 """
@@ -13,16 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = ROOT / "scripts"
-
-
-@contextmanager
-def benchmarks_importable() -> Iterator[None]:
-    """Modules of `benchmarks/` can be imported by their bare names, as when one of them is run as a program."""
-    with _imports_undone():
-        sys.path.insert(0, str(BENCHMARKS))
-        yield
 
 
 @contextmanager
@@ -32,22 +23,15 @@ def load_script(name: str) -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with _imports_undone():
-        assert name not in sys.modules, f"{name} is loaded already, and would be gone at the end"
-        sys.modules[name] = module  # dataclasses look their module up
+    path, modules = list(sys.path), set(sys.modules)
+    assert name not in modules, f"{name} is loaded already, and would be gone at the end"
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
         spec.loader.exec_module(module)
         yield module
-
-
-@contextmanager
-def _imports_undone() -> Iterator[None]:
-    """At the end `sys.path` is as it was, and `sys.modules` has no more of these folders than before."""
-    path, modules = list(sys.path), set(sys.modules)
-    try:
-        yield
     finally:
         sys.path[:] = path
-        for name in sys.modules.keys() - modules:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).parent in (BENCHMARKS, SCRIPTS):
-                del sys.modules[name]
+        for added in sys.modules.keys() - modules:
+            file = getattr(sys.modules[added], "__file__", None)
+            if file and Path(file).parent == SCRIPTS:
+                del sys.modules[added]
