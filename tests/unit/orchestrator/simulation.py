@@ -11,13 +11,15 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from tests.fakes.backend import FakeBackend
 from tests.fakes.engine import AnswerFunction, FakeEngineSettings, FakeRequest
+from tests.fakes.run import VOCAB_SIZE
 from tests.fakes.turns import ScriptedTurns
 from tests.unit.orchestrator.fakes import StrictRecorder, pool_of
+from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
@@ -26,8 +28,9 @@ from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.exchange import Orders, Report, WorkerLost
@@ -64,6 +67,11 @@ class Pace:
     """(time, server, seconds of downtime)."""
     lost_workers: tuple[tuple[float, int], ...] = ()
     """(time, worker)."""
+    delay: float = 0.01
+    """Duration of a request that takes no time otherwise."""
+
+
+INSTANT = Pace(train=(0.0, 0.0), sync=0.0, score=(0.0, 0.0), tokens_per_second=0.0, delay=0.0)
 
 
 class SimulatedServer(FakeBackend):
@@ -72,6 +80,7 @@ class SimulatedServer(FakeBackend):
     def __init__(self, index: int, pace: Pace, rng: random.Random, answer: AnswerFunction | None = None) -> None:
         super().__init__(index, FakeEngineSettings(tokens_per_second=pace.tokens_per_second), answer or self._drawn)
         self.alive = True
+        self.requests: list[GenerateRequest] = []
         self.aborted: set[str] = set()
         self.num_tokens_answered = 0
         """Tokens in all answers that reached the driver."""
@@ -82,8 +91,9 @@ class SimulatedServer(FakeBackend):
         return [self._rng.randrange(2, 100) for _ in range(self._rng.randint(*self._pace.tokens))]
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
         if not self.alive or self._rng.random() < self._pace.engine_failures:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self._pace.delay)
             raise InfrastructureError(f"server {self.server_index} is gone")
         if self._pace.own_aborts and self._rng.random() < self._pace.own_aborts:
             when = self._rng.uniform(0.0, 2.0)
@@ -93,7 +103,7 @@ class SimulatedServer(FakeBackend):
         return generation
 
     async def abort(self, request_ids: list[str]) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self._pace.delay)
         self.aborted.update(request_ids)
         await super().abort(request_ids)
 
@@ -103,42 +113,53 @@ class SimulatedServer(FakeBackend):
 
 
 class SimulatedEnvironment(ScriptedTurns):
-    """Takes simulated time; the reward depends on the last token, and is constant for some items."""
+    """Item i is the prompt [i + 1] under every key; an answer is correct if its first token is odd.
+
+    Takes simulated time, and fails as its pace says.
+    """
 
     is_stuck = False
 
-    def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
-        self.pace, self.rng, self.num_items = pace, rng, num_items
+    def __init__(self, pace: Pace = INSTANT, rng: random.Random | None = None, num_items: int = 64) -> None:
+        self.pace, self.rng, self.num_items = pace, rng or random.Random(0), num_items
         self.turns = pace.turns[1] > 1
         self.items: dict[str, int] = {}
         """Items of the open conversations."""
+        self.prepared: list[tuple[str, int]] = []
+        self.advanced: list[tuple[str, int, bool]] = []
 
     async def describe(self, key: str) -> EnvironmentInfo:
         return EnvironmentInfo(key, self.num_items)
 
     async def prepare(self, key: str, index: int) -> PreparedPrompt:
-        await asyncio.sleep(0.01)
+        self.prepared.append((key, index))
+        await asyncio.sleep(self.pace.delay)
         return PreparedPrompt([index + 1], f"item {index}", [], f"uid {index}")
 
     async def advance(
         self, key: str, index: int, token_ids: np.ndarray, stop_reason: str, *, for_eval: bool = False
     ) -> Advance:
+        self.advanced.append((key, index, for_eval))
         await asyncio.sleep(self.rng.uniform(*self.pace.score))
         if self.rng.random() < self.pace.environment_failures:
             raise EnvironmentFailure("the environment failed")
-        reward = 1.0 if index % 8 == 0 else float(token_ids[-1] % 2)
-        return Advance(True, [], "text", RewardRecord(reward, {}, {}, [], {}))
+        correct = self.correct(index, token_ids)
+        return Advance(True, [], "text", RewardRecord(correct, {"correct": correct}, {}, [], {}))
+
+    def correct(self, index: int, token_ids: np.ndarray) -> float:
+        """The reward of an answer."""
+        return float(token_ids[0] % 2)
 
     async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         assert rollout not in self.items, "a conversation is begun once"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.pace.delay)
         self.items[rollout] = index
         return [index + 1]
 
     async def respond(self, rollout: str, token_ids: np.ndarray, stop_reason: str, **options: bool) -> Advance:
         if self.rng.random() < self.pace.lost_conversations:
             raise InfrastructureError("the process of the rollout ended")
-        advanced = await self.advance("", self.items[rollout], token_ids, stop_reason)
+        advanced = await self.advance("", self.items[rollout], token_ids, stop_reason, **options)
         if self.rng.randint(*self.pace.turns) > 1:
             return Advance(False, [1], "turn", None, restarts=self.rng.random() < 0.2)
         return advanced
@@ -163,12 +184,13 @@ class SimulatedTrainer:
     version: int = 0
     ages: list[list[int]] = field(default_factory=list)
     """For each step, the age of each token that was trained."""
-    sample_ids: list[str] = field(default_factory=list)
+    steps: list[list[str]] = field(default_factory=list)
+    """For each step, the ids of its samples, sorted."""
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         self.on_step(inputs)
         batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
-        self.sample_ids += [sample for batch in batches for sample in batch.sample_ids]
+        self.steps.append(sorted(sample for batch in batches for sample in batch.sample_ids))
         versions = np.concatenate([batch.version_T[batch.trained_T] for batch in batches])
         self.ages.append((self.version - versions).tolist())
         await asyncio.sleep(self.rng.uniform(*self.pace.train))
@@ -182,7 +204,7 @@ class SimulatedTrainer:
         for server in self.servers:
             await server.finish_update(self.version)
             await server.resume()
-        return {}
+        return {"weight_sync/servers": float(len(self.servers))}
 
 
 class SimulatedWorker:
@@ -227,7 +249,7 @@ class Simulation:
     """One wired run. `run` checks the counts at its end.
 
     `answer` is every server's response to a request, `recorder` stores the rows, `max_requeues` limits how often a
-    prompt whose group became too old is requeued.
+    prompt whose group became too old is requeued. Items before `first_index` and those `held_out` are not trained.
     """
 
     def __init__(
@@ -241,13 +263,17 @@ class Simulation:
         answer: AnswerFunction | None = None,
         recorder: StrictRecorder | None = None,
         max_requeues: int = MAX_REQUEUES,
+        held_out: frozenset[str] = frozenset(),
+        first_index: int = 0,
+        start: RunState | None = None,
+        after_step: AfterStep | None = None,
     ) -> None:
         rng = random.Random(seed)
         self.config, self.pace = config, pace
         self.servers = [SimulatedServer(index, pace, rng, answer) for index in range(num_servers)]
-        self.environment = SimulatedEnvironment(pace, rng)
-        self.trainer = SimulatedTrainer(pace, rng, self.servers)
-        self.recorder = recorder or StrictRecorder()
+        self.environment: Any = SimulatedEnvironment(pace, rng)
+        self.trainer = SimulatedTrainer(pace, rng, self.servers, version=start.step if start else 0)
+        self.recorder: Any = recorder or StrictRecorder()
         self.status = RunStatus("simulation", config.number_of_steps)
         self.groups: list[Group] = []
         """All groups that were opened."""
@@ -258,6 +284,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, config) for _ in range(num_workers)]
         self.rollouts, self.slots = pool_of(config, self.workers, num_servers)
         self.rollouts.on_engine_failure = self._report
+        size = self.environment.num_items
         self.orchestrator = Orchestrator(
             config,
             Services(
@@ -266,16 +293,29 @@ class Simulation:
                 slots=self.slots,
                 trainer=self.trainer,
                 weights=self.trainer,
-                recorder=cast(Any, self.recorder),
-                filters=SampleFilters(),
-                infos=[EnvironmentInfo("simulated", 64, is_multi_turn=pace.turns[1] > 1)],
+                recorder=self.recorder,
+                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+                infos=[
+                    EnvironmentInfo(
+                        entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max,
+                        is_multi_turn=pace.turns[1] > 1,
+                    )
+                    for entry in config.environments
+                ],
+                after_step=after_step,
             ),
-            PromptSampler(config.seed, [self.environment.num_items], [1.0], [0]),
-            frozenset(),
+            PromptSampler(
+                config.seed,
+                [size] * len(config.environments),
+                [entry.weight for entry in config.environments],
+                [first_index] * len(config.environments),
+            ),
+            held_out,
             RolloutSettings.from_config(config),
             self.status,
+            start,
             max_requeues=max_requeues,
-        )
+        )  # fmt: skip
         _remember(self.orchestrator, "_open_group", self.groups)
 
     def _report(self, server: int, error: InfrastructureError) -> None:
@@ -326,7 +366,8 @@ class Simulation:
         assert len(self.trainer.ages) == config.number_of_steps
         assert ledger.is_balanced()
         assert ledger.num_trained == config.number_of_steps * config.prompts_batch_size_for_trainer
-        assert len(set(self.trainer.sample_ids)) == len(self.trainer.sample_ids), "a sample was trained twice"
+        trained = [sample_id for step in self.trainer.steps for sample_id in step]
+        assert len(set(trained)) == len(trained), "a sample was trained twice"
         trained_groups = Counter(row["group_id"] for row in self.recorder.of("groups"))
         assert set(trained_groups.values()) <= {1}, "the outcome of a group is written once"
         assert len(trained_groups) == ledger.num_opened - len(ledger.open)
@@ -367,6 +408,68 @@ class Simulation:
         written = self.recorder.of("samples")
         known = sum((row.get("completion_tokens") or 0) + (row.get("wasted_tokens") or 0) for row in written)
         assert known <= answered, "no token is recorded twice"
+
+
+class InMemoryRun(Simulation):
+    """A run in no time at all, whose answers are three tokens. `run` checks nothing by itself."""
+
+    def __init__(self, config: TelescopeConfig, **options: Any) -> None:
+        super().__init__(config, INSTANT, answer=lambda request: [request.seed % 1000, 7, 7], **options)
+        (self.engine,) = self.servers
+        self.engine.loaded_version = self.trainer.version
+        self.engine.restart()
+
+    async def run(self) -> None:
+        """Trains to the end within a few seconds, or raises what ended it."""
+        supervisor = Supervisor()
+        async with asyncio.timeout(20):
+            await supervisor.run_until(self.orchestrator.run(supervisor))
+
+
+@dataclass
+class FakeServer:
+    """A server with its own weights: its client and its handle in one object, whose fields are the answers.
+
+    It answers while `gate` is set. `fails` makes it fail its requests, `restarts` counts its processes, and `gone`
+    makes its actor fail.
+    """
+
+    loaded_version: int = 0
+    requests: list[GenerateRequest] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    fails: bool = False
+    gone: bool = False
+    restarts: int = 0
+    state: str = "ready"
+    error: str | None = None
+    start_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        version = self.loaded_version
+        await tick(2)
+        await self.gate.wait()
+        if self.fails:
+            raise InfrastructureError("connection refused")
+        assert request.seed is not None
+        return generation([request.seed % 1000, 7, 7], version=version)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return
+
+    async def status(self) -> FakeServer:
+        if self.gone:
+            raise InfrastructureError("the actor's process is gone")
+        return self
+
+    async def dump_stacks(self) -> str:
+        return ""
+
+    async def health(self) -> bool:
+        return not self.fails
 
 
 def _remember(owner: Any, method: str, made: list[Any]) -> None:

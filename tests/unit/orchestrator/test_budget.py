@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
-from tests.unit.orchestrator.in_memory import InMemoryRun
+from tests.unit.orchestrator.simulation import InMemoryRun
 
 from telescope.errors import EnvironmentFailure, RunError
 from telescope.orchestrator.budget import MIN_FAILURES, WINDOW, ErrorBudget
@@ -137,9 +137,9 @@ async def test_an_environment_that_always_fails_has_failed_all_its_samples(group
     async def broken(key: str, index: int, *arguments: object, **options: object) -> None:
         raise EnvironmentFailure(f"environment '{key}', item {index}: compute_reward failed: ValueError: broken")
 
-    run.environments.advance = broken
+    run.environment.advance = broken
     with pytest.raises(RunError) as caught:
         await run.run()
     assert "'arithmetic' failed 16 of its last 16 samples" in str(caught.value)
     assert "Most common: 16 x compute_reward failed: ValueError: broken, last with item " in str(caught.value)
-    assert len(run.environments.prepared) > MIN_FAILURES // group_size, "prompts were rendered in vain"
+    assert len(run.environment.prepared) > MIN_FAILURES // group_size, "prompts were rendered in vain"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
-from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
+from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
@@ -28,13 +28,13 @@ from telescope.rollout.worker import RolloutWorker
 
 
 async def evaluation_of(
-    config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeEngine] = ()
+    config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeServer] = ()
 ) -> Evaluation:
     """The evals of a config on engines that are up, one by default."""
-    environments = environments or NumberedItems()
+    environments = environments or SimulatedEnvironment()
     settings = RolloutSettings.from_config(config)
     plans = await plan_evals(config, environment_keys(config), environments, settings)
-    clients: list[Any] = list(engines) or [FakeEngine()]
+    clients: list[Any] = list(engines) or [FakeServer()]
     status = RunStatus("test", config.number_of_steps)
     rollouts = RolloutPool([RolloutWorker(environments, clients)])
     servers = ServerPool(
@@ -66,7 +66,7 @@ async def run_all(evaluation: Evaluation, version: int = 0) -> list[Any]:
     return await evaluation.run_all(version)
 
 
-def engines_of(evaluation: Evaluation) -> list[FakeEngine]:
+def engines_of(evaluation: Evaluation) -> list[FakeServer]:
     return evaluation.servers.clients  # type: ignore[return-value]
 
 
@@ -180,12 +180,12 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     assert evaluation.servers.num_slots_used_by_evals == 0
 
 
-class TwoTurns(NumberedItems):
+class TwoTurns(SimulatedEnvironment):
     """The same items as a conversation: after the first answer the environment adds token 9."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[str, int] = {}
+        self.turns, self.answers = True, dict[str, int]()
 
     async def describe(self, key: str) -> EnvironmentInfo:
         return EnvironmentInfo(key, self.num_items, is_multi_turn=True)
@@ -239,7 +239,7 @@ async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
     assert len({row["sample_id"] for row in written.of("samples")}) == 6
 
 
-class Fragile(NumberedItems):
+class Fragile(SimulatedEnvironment):
     """Items whose answers are right, except that `fails` of them raise an error."""
 
     def __init__(self, fails: int) -> None:
@@ -292,7 +292,7 @@ async def test_a_repeated_evaluation_samples_what_the_record_of_the_killed_one_l
 
 
 async def test_an_eval_without_any_score_is_reported() -> None:
-    class Broken(NumberedItems):
+    class Broken(SimulatedEnvironment):
         async def advance(self, *arguments: Any, **options: Any) -> Advance:
             raise EnvironmentFailure("KeyError: 'numbers'")
 
@@ -307,7 +307,7 @@ async def test_an_eval_without_any_score_is_reported() -> None:
     assert "KeyError" in row["error"]
 
 
-class Coin(NumberedItems):
+class Coin(SimulatedEnvironment):
     """Items whose samples are right by the parity of how many were scored before, of the same item."""
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ async def test_a_misspelled_metric_of_pass_k_is_reported_with_the_nearest() -> N
 
 
 async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
-    class Learning(NumberedItems):
+    class Learning(SimulatedEnvironment):
         right = 0
 
         async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.reference.rewards import overlong_penalty
 from tests.unit.orchestrator.fakes import config_of, group, sample
-from tests.unit.orchestrator.in_memory import InMemoryRun
+from tests.unit.orchestrator.simulation import InMemoryRun
 
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, RunError
@@ -138,7 +138,7 @@ def test_the_row_of_a_filtered_sample_has_the_filter_and_the_reward() -> None:
 
 async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
     run = InMemoryRun(config_of(group_size=4, filter_repetition=True))
-    advance = run.environments.advance
+    advance = run.environment.advance
 
     async def sometimes_in_a_loop(key: str, index: int, token_ids: list[int], *arguments: object, **options: object):
         advanced = await advance(key, index, token_ids, *arguments, **options)
@@ -146,7 +146,7 @@ async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
             return replace(advanced, completion_text="again and " * 500)
         return advanced
 
-    run.environments.advance = sometimes_in_a_loop
+    run.environment.advance = sometimes_in_a_loop
     await run.run()
     masked = run.recorder.of("samples", status="masked")
     assert masked
@@ -164,7 +164,7 @@ async def test_a_run_whose_samples_are_all_filtered_ends_with_the_reason() -> No
     async def loop(*arguments: object, **options: object):
         return Advance(True, [], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
 
-    run.environments.advance = loop
+    run.environment.advance = loop
     with pytest.raises(RunError, match="a filter removed it"):
         await run.run()
 

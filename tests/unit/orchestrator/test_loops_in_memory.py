@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
-from tests.unit.orchestrator.in_memory import InMemoryRun
-from tests.unit.rollout.fakes import reward, tick
+from tests.unit.orchestrator.simulation import InMemoryRun
+from tests.unit.rollout.fakes import tick
 
-from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
@@ -170,28 +168,9 @@ async def test_a_batch_takes_the_oldest_finished_groups() -> None:
     assert all(newest_taken < remaining for newest_taken, remaining in compared)
 
 
-async def test_every_turn_of_every_sample_has_its_own_seed() -> None:
-    run = InMemoryRun(config_of(number_of_steps=1, discard_group_zero_advantage=False))
-    turns: Counter[str] = Counter()
-
-    async def begin(rollout: str, key: str, index: int) -> list[int]:
-        return [index + 1]
-
-    async def respond(rollout: str, *_: object, **__: object) -> Advance:
-        turns[rollout] += 1
-        is_done = turns[rollout] == 2
-        return Advance(is_done, [9], "text", reward() if is_done else None)
-
-    run.environments.begin, run.environments.respond, run.environments.end = begin, respond, turns.get
-    await run.run()
-    assert set(turns.values()) == {2}
-    assert len(run.engine.requests) == 2 * len(turns)
-    assert len({request.seed for request in run.engine.requests}) == len(run.engine.requests)
-
-
 async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
-    made.rollouts.infos = {"arithmetic": await made.environments.describe("arithmetic")}
+    made.rollouts.infos = {"arithmetic": await made.environment.describe("arithmetic")}
     components = SimpleNamespace(
         config=made.config, keys=SimpleNamespace(training=["arithmetic"], evals=[]), rollouts=made.rollouts,
         servers=SimpleNamespace(slots=made.slots), trainer=made.trainer,
@@ -225,14 +204,14 @@ async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> No
 
 async def test_masked_samples_are_counted_and_recorded_with_what_failed() -> None:
     run = InMemoryRun(config_of(group_size=4, environment_error_budget=1.0))
-    advance = run.environments.advance
+    advance = run.environment.advance
 
     async def sometimes(key: str, index: int, *arguments: object, **options: object) -> object:
         if index % 4 == 0:
             raise EnvironmentFailure("KeyError: 'numbers'")
         return await advance(key, index, *arguments, **options)
 
-    run.environments.advance = sometimes
+    run.environment.advance = sometimes
     await run.run()
     masked = run.recorder.of("samples", status="masked")
     assert masked
@@ -269,13 +248,6 @@ async def test_rewards_are_scaled_for_training_only_if_configured(
     assert seen == ({0.25, 0.5} if scaled else {0.0, 1.0})
     recorded = {row["reward"] for row in run.recorder.of("samples", status="kept")}
     assert recorded == {0.0, 1.0}, "the record has the environment's rewards"
-
-
-async def test_a_run_whose_items_are_all_held_out_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_UNUSABLE_PROMPTS", 200)
-    run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
-    with pytest.raises(RuntimeError, match=r"200 consecutive prompts .*separate_eval_samples"):
-        await run.run()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
-from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
+from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
 from tests.unit.orchestrator.test_evaluation import evaluation_of
 from tests.unit.rollout.fakes import tick
 
@@ -36,7 +36,7 @@ class Training:
             evals=list(evals or [EVAL]), inference_num_workers=num_servers, eval_num_servers=dedicated,
             number_of_steps=100, **fields,
         )  # fmt: skip
-        self.engines = [FakeEngine() for _ in range(num_servers)]
+        self.engines = [FakeServer() for _ in range(num_servers)]
         self.tasks: list[asyncio.Task[Any]] = []
         self.step = 0
 
@@ -194,7 +194,7 @@ async def test_a_failed_request_does_not_give_newer_weights_to_the_server_of_a_r
 
 
 async def test_an_eval_that_raises_does_not_end_the_others_or_training() -> None:
-    class Broken(NumberedItems):
+    class Broken(SimulatedEnvironment):
         async def advance(self, key: str, *arguments: Any, **options: Any) -> Advance:
             if key == "eval/broken#0":
                 raise EnvironmentFailure("KeyError: 'numbers'")
@@ -295,7 +295,7 @@ async def test_without_dedicated_servers_nothing_runs_during_training() -> None:
 
 
 async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> None:
-    class Learning(NumberedItems):
+    class Learning(SimulatedEnvironment):
         right = 0
 
         async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
@@ -336,7 +336,7 @@ async def test_rollouts_and_training_do_not_wait_for_an_eval() -> None:
     config = config_of(
         number_of_steps=6, inference_num_workers=2, eval_num_servers=1, evals=[{**EVAL, "eval_every": 1}]
     )  # fmt: skip
-    engines = [FakeEngine(), FakeEngine()]
+    engines = [FakeServer(), FakeServer()]
     engines[1].gate.clear()
     evaluation: Evaluation = await evaluation_of(config, None, engines)
     tasks: list[asyncio.Task[Any]] = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.simulation import FakeServer
 
 from telescope.errors import InfrastructureError, RankLost
 from telescope.orchestrator import servers as servers_module
@@ -20,34 +20,11 @@ from telescope.rollout.pool import RolloutPool
 DEAD = InfrastructureError("connection refused")
 
 
-@dataclass
-class FakeHandle:
-    """The supervisor and the client of one server in one object; its fields are the answers."""
-
-    state: str = "ready"
-    restarts: int = 0
-    error: str | None = None
-    gone: bool = False
-    healthy: bool = True
-    start_seconds: float | None = None
-
-    async def status(self) -> FakeHandle:
-        if self.gone:
-            raise InfrastructureError("the actor's process is gone")
-        return self
-
-    async def dump_stacks(self) -> str:
-        return ""
-
-    async def health(self) -> bool:
-        return self.healthy
-
-
 class Bench:
     """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, slots open before)."""
 
     def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
-        self.handles = [FakeHandle() for _ in range(num_servers)]
+        self.handles = [FakeServer() for _ in range(num_servers)]
         self.slots = RolloutPool([]).open_lane(TRAINING, [1] * num_servers)
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
@@ -140,12 +117,12 @@ async def test_a_restart_between_two_polls_is_detected_by_its_count() -> None:
 
 async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None:
     bench = Bench(1)
-    bench.handles[0].healthy = False
+    bench.handles[0].fails = True
     async with bench.watched():
         bench.pool.report_failure(0, DEAD)
         await asyncio.sleep(0.02)
         assert bench.brought == []
-        bench.handles[0].healthy = True
+        bench.handles[0].fails = False
         await bench.until(lambda: bench.pool.up == [0])
 
 
@@ -199,12 +176,12 @@ async def test_a_restart_that_takes_too_long_is_abandoned_with_the_field_to_rais
 
 async def test_the_wait_for_a_hanging_engine_includes_the_detection_of_the_hang() -> None:
     bench = Bench(start_timeout=0.02, hang_timeout=5.0)
-    bench.handles[0].healthy = False
+    bench.handles[0].fails = True
     async with bench.watched():
         bench.pool.report_failure(0, InfrastructureError("POST /pause had no answer within 60 s"))
         await asyncio.sleep(0.1)  # longer than a restart may take
         assert bench.brought == []
-        bench.handles[0].restarts, bench.handles[0].healthy = 1, True
+        bench.handles[0].restarts, bench.handles[0].fails = 1, False
         await bench.until(lambda: bench.pool.up == [0, 1])
     assert bench.brought == [(0, True, False)]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of, group
-from tests.unit.orchestrator.in_memory import InMemoryRun
+from tests.unit.orchestrator.simulation import InMemoryRun
 from tests.unit.orchestrator.test_checkpoints import Saving
 from tests.unit.rollout.fakes import generation, tick
 
@@ -129,7 +129,7 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
             start = after_restart(
                 loaded, lost, Staleness(config.max_off_policy_steps), synchronous=config.max_async_rollout == 0
             )
-            await tick(5)
+            await tick(30)
             assert run.slots.num_used == 0
         else:
             return run, [*rows, *run.recorder.of("groups")]

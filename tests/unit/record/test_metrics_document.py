@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tests.documented_metrics import undocumented
 from tests.unit.orchestrator.fakes import config_of, sample
-from tests.unit.orchestrator.in_memory import InMemoryRun
+from tests.unit.orchestrator.simulation import InMemoryRun
 
 from telescope.inference.vllm.step_meter import StepReading, metrics_text
 from telescope.orchestrator.step_metrics import DiscardCounts
