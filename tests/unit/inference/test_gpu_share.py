@@ -50,15 +50,6 @@ def test_a_restart_fits_beside_a_trainer_at_its_limit(memory: int, share: float,
         assert free >= int(memory * share) - 1, "what the first start took, beside the trainer and both contexts"
 
 
-@given(memories, shares)
-def test_a_restart_without_its_cache_size_would_fail(memory: int, share: float):
-    """A trainer with the whole rest of the memory, and a restart with the flags of the first start."""
-    first = arguments_of(config_of(gpu_memory_utilization=share), memory, 0, None)
-    assert starts(memory, memory - CUDA_CONTEXT_BYTES, first["--gpu-memory-utilization"])
-    rest = memory - int(memory * share)
-    assert not starts(memory, memory - rest - 2 * CUDA_CONTEXT_BYTES, first["--gpu-memory-utilization"])
-
-
 def test_only_a_restart_gets_the_cache_size():
     config = config_of(gpu_memory_utilization=0.5)
     assert arguments_of(config, 80 * GIB, 0, None) == {"--gpu-memory-utilization": "0.5"}
