@@ -26,7 +26,6 @@ from telescope.sandbox import (
     SandboxProvider,
 )
 from telescope.sandbox import pool as pool_module
-from telescope.sandbox.activity import CURRENT, Activity
 from telescope.sandbox.ledger import DIRECTORY_VARIABLE, SandboxLedger, reap
 
 
@@ -297,23 +296,6 @@ def test_classes_of_providers_have_both_import_paths():
 def test_an_environment_names_its_argument_for_a_field_of_the_configuration():
     with pytest.raises(UserError, match="'timeout_minutes'"):
         I3CodeEnvironment(dataset="own", timeout_seconds=60)
-
-
-async def test_calls_are_spans_with_their_sandbox_and_error(service: Service):
-    activity = Activity()
-    CURRENT.set(activity)
-    service.failures = [SandboxBusyError("slow down")]
-    pool = await started(service, 1)
-    handle = await pool.acquire()
-    await service.execute(handle, "true")
-    assert activity.alive["service"] == {handle.id}
-    await pool.shutdown()
-    assert not activity.alive["service"]
-    spans = [(span.kind, span.sandbox_id, span.error) for span in activity.take()[0]]
-    assert spans == [
-        ("create", "", "SandboxBusyError"), ("create", handle.id, ""), ("queue", handle.id, ""),
-        ("execute", handle.id, ""), ("destroy", handle.id, ""),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ["pool_size", "max_concurrent_creates"])

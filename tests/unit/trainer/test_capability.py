@@ -29,20 +29,6 @@ def of_family(folder: Path, name: str, **fields: Any) -> str:
     return save(folder, family.model_type, **(family.fields | fields))
 
 
-@pytest.mark.parametrize(
-    ("name", "packs"),
-    [
-        ("gemma2", True),
-        ("phi3", True),
-        ("mixtral", True),
-        ("granite", True),
-        ("nemotron", False),
-    ],
-)
-def test_the_fastest_right_way_is_chosen(tmp_path: Path, name: str, packs: bool) -> None:
-    assert choose_execution(of_family(tmp_path, name), 16).packs is packs
-
-
 def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     forward = LlamaForCausalLM.forward
 

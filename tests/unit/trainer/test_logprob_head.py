@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,24 +97,6 @@ def test_chunks_and_blocks_change_nothing(chunk_size, num_blocks, monkeypatch):
     monkeypatch.setattr(logprob, "COLUMNS_MULTIPLE", 4)
     head.chunk_size = chunk_size
     torch.testing.assert_close(head(hidden_ND, targets_N, 1.0), whole, rtol=1e-13, atol=1e-13)
-
-
-@settings(deadline=None)
-@given(
-    num_tokens=st.integers(0, 500), vocab=st.integers(1, 400), chunk=st.integers(1, 200), num_blocks=st.integers(1, 8)
-)
-def test_blocks_cover_every_logit_once_and_none_is_larger_than_a_chunk(num_tokens, vocab, chunk, num_blocks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
-        patch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
-        seen = np.zeros((num_tokens, vocab), dtype=int)
-        all_rows, blocks = logprob._cut(num_tokens, vocab, chunk, torch.device("cpu"))
-        for rows in all_rows:
-            for columns in blocks:
-                seen[rows, columns] += 1
-                rounding = 8 * (rows.stop - rows.start)
-                assert (rows.stop - rows.start) * (columns.stop - columns.start) <= chunk * vocab + rounding
-    assert (seen == 1).all()
 
 
 def sums_of(z_CV: torch.Tensor, cuts: list[int]) -> torch.Tensor:

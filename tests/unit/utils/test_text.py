@@ -1,4 +1,4 @@
-"""One did-you-mean serves all names."""
+"""Words of messages: suggestions, single lines, plurals."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import telescope
-from telescope.utils.text import did_you_mean, is_misspelled, nearest_name
+from telescope.utils.text import LONGEST, did_you_mean, is_misspelled, nearest_name, plain, pluralize, single_line
 
 FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
 
@@ -54,3 +54,31 @@ def test_no_other_module_compares_spellings() -> None:
             if "difflib" in names or (from_difflib and names != {"unified_diff"}):
                 users.append(str(path.relative_to(package)))
     assert users == ["utils/text.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("ValueError: a bug", "ValueError: a bug"),
+        ("", ""),
+        ("\n  \n  first\nsecond", "first"),
+        ("\x1b[36mray::InferenceActor.start()\x1b[39m (pid=1)\n  File", "ray::InferenceActor.start() (pid=1)"),
+        ("\x1b]0;title\x07a\tb\x00\r\nc", "a b"),
+        ("\x1b]0;a title without an end\nValueError: a bug", "ValueError: a bug"),
+        ("\x9b31mred\x9b0m \x9d0;title\x9cand\x90 plain", "red and plain"),
+        ("\u202efdp.exe\u2066", "fdp.exe"),
+        ("x" * LONGEST, "x" * LONGEST),
+        ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
+    ],
+)
+def test_the_first_visible_line_is_kept_plain_and_short(text: str, line: str) -> None:
+    assert single_line(text) == line
+
+
+def test_plain_keeps_the_lines() -> None:
+    assert plain("\x1b[1;31ma\x1b[0m\n\nb") == "a\n\nb"
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1500, "1500 steps")])
+def test_nouns_have_a_plural_except_after_one(number: int, words: str) -> None:
+    assert pluralize(number, "step") == words
