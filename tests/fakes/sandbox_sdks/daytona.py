@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from tests.fakes.sandbox_sdks.machine import MACHINE, Box
+from tests.fakes.sandbox_sdks.machine import MACHINE, Box, add_errors
 
 
 class DaytonaError(Exception): ...
@@ -16,38 +16,17 @@ class DaytonaError(Exception): ...
 class DaytonaNotFoundError(DaytonaError): ...
 
 
-class DaytonaFileNotFoundError(DaytonaNotFoundError): ...
-
-
-class DaytonaGoneError(DaytonaError): ...
-
-
-class DaytonaSpotEvictedError(DaytonaError): ...
-
-
-class DaytonaAuthenticationError(DaytonaError): ...
-
-
-class DaytonaForbiddenError(DaytonaError): ...
-
-
-class DaytonaRateLimitError(DaytonaError): ...
-
-
-class DaytonaBadGatewayError(DaytonaError): ...
-
-
-class DaytonaServiceUnavailableError(DaytonaError): ...
-
-
 class DaytonaTimeoutError(DaytonaError):
     sandbox_id: str | None = None
 
 
-class DaytonaQueueTimeoutError(DaytonaTimeoutError): ...
-
-
-class DaytonaProcessExecutionTimeoutError(DaytonaTimeoutError): ...
+add_errors(
+    globals(), DaytonaError,
+    "DaytonaGoneError", "DaytonaSpotEvictedError", "DaytonaAuthenticationError", "DaytonaForbiddenError",
+    "DaytonaRateLimitError", "DaytonaBadGatewayError", "DaytonaServiceUnavailableError",
+)  # fmt: skip
+add_errors(globals(), DaytonaNotFoundError, "DaytonaFileNotFoundError")
+add_errors(globals(), DaytonaTimeoutError, "DaytonaQueueTimeoutError", "DaytonaProcessExecutionTimeoutError")
 
 
 class DaytonaConnectionError(DaytonaError): ...

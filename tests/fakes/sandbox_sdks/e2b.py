@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fakes.sandbox_sdks.machine import MACHINE, Box
+from tests.fakes.sandbox_sdks.machine import MACHINE, Box, add_errors
 
 
 class SandboxException(Exception): ...
@@ -18,28 +18,15 @@ class TimeoutException(SandboxException): ...
 class SandboxNotRunningException(TimeoutException): ...
 
 
-class SandboxUnreachableException(TimeoutException): ...
-
-
 class NotFoundException(SandboxException): ...
 
 
 class SandboxNotFoundException(NotFoundException): ...
 
 
-class TemplateException(SandboxException): ...
-
-
-class RateLimitException(SandboxException): ...
-
-
-class AuthenticationException(Exception): ...
-
-
-class ServiceBusyException(Exception): ...
-
-
-class BuildException(Exception): ...
+add_errors(globals(), SandboxException, "TemplateException", "RateLimitException")
+add_errors(globals(), TimeoutException, "SandboxUnreachableException")
+add_errors(globals(), Exception, "AuthenticationException", "ServiceBusyException", "BuildException")
 
 
 class CommandExitException(SandboxException):

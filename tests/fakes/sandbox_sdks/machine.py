@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MARK = "TELESCOPE_FAKE_SANDBOX"
 
@@ -104,3 +105,8 @@ class Machine:
 
 
 MACHINE = Machine()
+
+
+def add_errors(module: dict[str, Any], base: type[Exception], *names: str) -> None:
+    """Adds errors of an SDK to its module, for tests that raise them."""
+    module |= {name: type(name, (base,), {"__module__": module["__name__"]}) for name in names}

@@ -6,52 +6,25 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fakes.sandbox_sdks.machine import MACHINE, Box
+from tests.fakes.sandbox_sdks.machine import MACHINE, Box, add_errors
 
 
 class Error(Exception): ...
 
 
-class AuthError(Error): ...
-
-
-class PermissionDeniedError(Error): ...
-
-
 class NotFoundError(Error): ...
 
 
-class ResourceExhaustedError(Error): ...
-
-
-class ServiceError(Error): ...
-
-
-class InternalFailure(Error): ...
-
-
-class RemoteError(Error): ...
-
-
-class ImageBuildError(RemoteError): ...
-
-
-class ConnectionError(Error): ...
-
-
-class ClientClosed(Error): ...
-
-
-class TimeoutError(Error): ...
-
-
-class SandboxTimeoutError(TimeoutError): ...
-
-
-class ExecTimeoutError(TimeoutError): ...
-
-
 class SandboxTerminatedError(Error): ...
+
+
+add_errors(
+    globals(), Error,
+    "AuthError", "PermissionDeniedError", "ResourceExhaustedError", "ServiceError", "InternalFailure", "RemoteError",
+    "ConnectionError", "ClientClosed", "TimeoutError",
+)  # fmt: skip
+add_errors(globals(), globals()["RemoteError"], "ImageBuildError")
+add_errors(globals(), globals()["TimeoutError"], "SandboxTimeoutError", "ExecTimeoutError")
 
 
 class AIO:

@@ -6,40 +6,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fakes.sandbox_sdks.machine import MACHINE, Box
+from tests.fakes.sandbox_sdks.machine import MACHINE, Box, add_errors
 
 
 class APIError(Exception): ...
 
 
-class UnauthorizedError(APIError): ...
-
-
-class PaymentRequiredError(APIError): ...
-
-
-class APITimeoutError(APIError): ...
-
-
 class SandboxNotRunningError(RuntimeError): ...
 
 
-class SandboxOOMError(SandboxNotRunningError): ...
-
-
-class SandboxTimeoutError(SandboxNotRunningError): ...
-
-
-class SandboxImagePullError(SandboxNotRunningError): ...
-
-
-class CommandTimeoutError(RuntimeError): ...
-
-
-class UploadTimeoutError(RuntimeError): ...
-
-
-class DownloadTimeoutError(RuntimeError): ...
+add_errors(globals(), APIError, "UnauthorizedError", "PaymentRequiredError", "APITimeoutError")
+add_errors(globals(), SandboxNotRunningError, "SandboxOOMError", "SandboxTimeoutError", "SandboxImagePullError")
+add_errors(globals(), RuntimeError, "CommandTimeoutError", "UploadTimeoutError", "DownloadTimeoutError")
 
 
 @dataclass
