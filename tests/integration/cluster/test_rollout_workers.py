@@ -69,18 +69,11 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 def config_of(folder: Path, **fields: Any) -> TelescopeConfig:
     defaults: dict[str, Any] = {
-        "model": str(folder / "tokenizer"),
-        "environments": [{"name": "hostile"}],
-        "environments_path": [str(ENVIRONMENTS)],
-        "environment_timeout_seconds": 20.0,
-        "rollout_num_workers": 1,
-        "group_size": 2,
-        "inference_num_workers": 1,
-        "max_tokens": 512,
-        "max_model_len": 4096,
-        "seq_len": 4096,
+        "model": str(folder / "tokenizer"), "environments": [{"name": "hostile"}],
+        "environments_path": [str(ENVIRONMENTS)], "environment_timeout_seconds": 20.0, "rollout_num_workers": 1,
+        "group_size": 2, "inference_num_workers": 1, "max_tokens": 512, "max_model_len": 4096, "seq_len": 4096,
         "use_wandb": False,
-    }
+    }  # fmt: skip
     return TelescopeConfig.model_validate({**defaults, **fields})
 
 

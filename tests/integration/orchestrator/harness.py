@@ -67,23 +67,12 @@ def config_for(tokenizer: Path, **fields: Any) -> TelescopeConfig:
     """A small config; `environment` are the kwargs of the parity environment."""
     kwargs = fields.pop("environment", {})
     defaults: dict[str, Any] = {
-        "model": str(tokenizer),
-        "environments": [{"name": "parity", "kwargs": kwargs}],
-        "environments_path": [str(ENVIRONMENTS)],
-        "environment_timeout_seconds": 3.0,
-        "environment_workers": 1,
-        "group_size": 4,
-        "prompts_batch_size_for_trainer": 4,
-        "number_of_steps": 5,
-        "trainer_num_workers": 2,
-        "inference_num_workers": 1,
-        "inference_start_timeout_seconds": 10.0,
-        "max_tokens": 32,
-        "max_model_len": 128,
-        "seq_len": 512,
-        "max_concurrent_prompts_per_server": 8,
-        "use_wandb": False,
-    }
+        "model": str(tokenizer), "environments": [{"name": "parity", "kwargs": kwargs}],
+        "environments_path": [str(ENVIRONMENTS)], "environment_timeout_seconds": 3.0, "environment_workers": 1,
+        "group_size": 4, "prompts_batch_size_for_trainer": 4, "number_of_steps": 5, "trainer_num_workers": 2,
+        "inference_num_workers": 1, "inference_start_timeout_seconds": 10.0, "max_tokens": 32, "max_model_len": 128,
+        "seq_len": 512, "max_concurrent_prompts_per_server": 8, "use_wandb": False,
+    }  # fmt: skip
     return TelescopeConfig.model_validate({**defaults, **fields})
 
 

@@ -42,23 +42,15 @@ class StoredRun:
 
     def node(self) -> dict[str, Any]:
         """Returns the fields of GraphQL's type Run."""
+        config = {name: {"value": value} for name, value in self.config.items()}
         return {
-            "id": f"id-{self.name}",
-            "name": self.name,
-            "displayName": self.display_name or self.name,
-            "projectId": "1",
-            "state": self.state,
-            "tags": self.tags,
-            "config": json.dumps({name: {"value": value} for name, value in self.config.items()}),
-            "summaryMetrics": json.dumps(self.summary),
-            "systemMetrics": "{}",
-            "createdAt": _iso(self.created_at),
-            "heartbeatAt": _iso(self.heartbeat_at),
-            "historyLineCount": len(self.history),
-            "readOnly": False,
+            "id": f"id-{self.name}", "name": self.name, "displayName": self.display_name or self.name,
+            "projectId": "1", "state": self.state, "tags": self.tags, "config": json.dumps(config),
+            "summaryMetrics": json.dumps(self.summary), "systemMetrics": "{}", "createdAt": _iso(self.created_at),
+            "heartbeatAt": _iso(self.heartbeat_at), "historyLineCount": len(self.history), "readOnly": False,
             "user": {"name": ENTITY, "username": ENTITY},
             **dict.fromkeys(("sweepName", "group", "jobType", "commit", "description", "notes", "historyKeys")),
-        }
+        }  # fmt: skip
 
 
 class FakeWandb:
@@ -180,14 +172,8 @@ class FakeWandb:
         return {"project": {"internalId": "1", "runCount": len(found), "readOnly": False, "runs": listed}}
 
     def _projects(self, variables: dict[str, Any]) -> dict[str, Any]:
-        known = {
-            "__typename": "Project",
-            "entityName": ENTITY,
-            "createdAt": _iso(0),
-            "isBenchmark": False,
-            "user": None,
-        }
-        edges = [{"node": {"id": name, "name": name, **known}} for name in self.projects]
+        known = {"__typename": "Project", "entityName": ENTITY, "createdAt": _iso(0), "isBenchmark": False}
+        edges = [{"node": {"id": name, "name": name, "user": None, **known}} for name in self.projects]
         return {"models": {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": edges}}
 
     def _run(self, variables: dict[str, Any]) -> dict[str, Any]:
@@ -205,15 +191,13 @@ class FakeWandb:
         for place, (file, content) in page:
             url = f"{self.url}/storage/{project}/{name}/{quote(file)}"
             md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
-            node = {
-                "id": f"{project}/{name}/{file}",
-                "name": file,
-                "url": url,
-                "directUrl": url,
-                "sizeBytes": len(content),
-                "md5": md5,
-            }
-            edges.append({"node": {**node, "mimetype": "", "updatedAt": _iso(time.time())}, "cursor": str(place)})
+            node = {"id": f"{project}/{name}/{file}", "name": file, "url": url, "directUrl": url, "md5": md5}
+            edges.append(
+                {
+                    "node": {**node, "sizeBytes": len(content), "mimetype": "", "updatedAt": _iso(time.time())},
+                    "cursor": str(place),
+                }
+            )
         listed = {"edges": edges, "pageInfo": info}
         return {"project": {"internalId": "1", "run": {"fileCount": len(found), "files": listed}}}
 

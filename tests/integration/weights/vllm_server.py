@@ -75,18 +75,11 @@ def make_model(
     """
     tokenizer = build_tokenizer(["item 1 2 3", "12 7 3 -> 22"] * 4, 384)
     common: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads // 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 176, "num_hidden_layers": 2,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_heads // 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    }  # fmt: skip
     if architecture != "qwen2":
         common["head_dim"] = head_dim
     if architecture == "qwen3_moe":

@@ -25,19 +25,10 @@ from telescope.rollout.worker import RolloutWorker
 def config_of(**fields: Any) -> TelescopeConfig:
     """A small config of the environment `arithmetic`."""
     defaults: dict[str, Any] = {
-        "model": "m",
-        "environments": [{"name": "arithmetic"}],
-        "group_size": 2,
-        "prompts_batch_size_for_trainer": 2,
-        "number_of_steps": 3,
-        "trainer_num_workers": 1,
-        "inference_num_workers": 1,
-        "max_tokens": 16,
-        "max_model_len": 64,
-        "seq_len": 128,
-        "max_concurrent_prompts_per_server": 4,
-        "use_wandb": False,
-    }
+        "model": "m", "environments": [{"name": "arithmetic"}], "group_size": 2, "prompts_batch_size_for_trainer": 2,
+        "number_of_steps": 3, "trainer_num_workers": 1, "inference_num_workers": 1, "max_tokens": 16,
+        "max_model_len": 64, "seq_len": 128, "max_concurrent_prompts_per_server": 4, "use_wandb": False,
+    }  # fmt: skip
     return TelescopeConfig.model_validate({**defaults, **fields})
 
 

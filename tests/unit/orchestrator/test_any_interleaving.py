@@ -50,50 +50,31 @@ paces = st.builds(
 )
 
 
+LONG: dict[str, Any] = {
+    "environment_error_budget": 1.0, "inference_num_workers": 2, "max_tokens": 1000, "max_model_len": 4096,
+    "seq_len": 4096,
+}  # fmt: skip
+RUNS: dict[str, st.SearchStrategy[Any]] = {
+    "prompts_batch_size_for_trainer": st.integers(1, 3),
+    "number_of_steps": st.integers(1, 6),
+    "max_async_rollout": st.integers(0, 4),
+}
+"""Fields of any run."""
+LANES: dict[str, st.SearchStrategy[Any]] = {
+    "group_size": st.integers(1, 4),
+    "max_off_policy_steps": st.sampled_from([-1, 0, 1, 2, 8]),
+    "max_concurrent_prompts_per_server": st.integers(1, 6),
+    "enable_individual_sample_lanes": st.booleans(),
+}
+
+
 @pytest.mark.timeout(600)
 @settings(max_examples=40)
-@given(
-    pace=paces,
-    seed=st.integers(0, 10_000),
-    group_size=st.integers(1, 4),
-    batch=st.integers(1, 3),
-    steps=st.integers(1, 6),
-    ahead=st.integers(0, 4),
-    bound=st.sampled_from([-1, 0, 1, 2, 8]),
-    slots=st.integers(1, 6),
-    individual=st.booleans(),
-    free=st.booleans(),
-    workers=st.integers(1, 3),
-)
-def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
-    pace: Pace,
-    seed: int,
-    group_size: int,
-    batch: int,
-    steps: int,
-    ahead: int,
-    bound: int,
-    slots: int,
-    individual: bool,
-    free: bool,
-    workers: int,
-) -> None:
-    config = config_of(
-        group_size=group_size,
-        prompts_batch_size_for_trainer=batch,
-        number_of_steps=steps,
-        max_async_rollout=ahead,
-        max_off_policy_steps=bound,
-        max_concurrent_prompts_per_server=slots,
-        enable_individual_sample_lanes=individual,
-        free_lane_after_generation=free and individual,
-        environment_error_budget=1.0,
-        inference_num_workers=2,
-        max_tokens=1000,
-        max_model_len=4096,
-        seq_len=4096,
-    )
-    run_simulated(Simulation(config, pace, seed=seed, num_servers=2, num_workers=workers).run())
+@given(paces, st.integers(0, 10_000), st.integers(1, 3), st.fixed_dictionaries(RUNS | LANES), st.booleans())
+def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(pace, seed, num_workers, fields, free):
+    free = free and fields["enable_individual_sample_lanes"]
+    config = config_of(**LONG, **fields, free_lane_after_generation=free)
+    run_simulated(Simulation(config, pace, seed=seed, num_servers=2, num_workers=num_workers).run())
 
 
 class DelayedRanks:
@@ -137,23 +118,10 @@ class DelayedRanks:
 
 
 @settings(max_examples=25)
-@given(
-    pace=paces,
-    delays=spans(seconds),
-    seed=st.integers(0, 10_000),
-    batch=st.integers(1, 3),
-    steps=st.integers(1, 6),
-    ahead=st.integers(0, 4),
-    bound=st.sampled_from([-1, 0, 2]),
-)
-def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(
-    pace: Pace, delays: tuple[float, float], seed: int, batch: int, steps: int, ahead: int, bound: int
-) -> None:
-    config = config_of(
-        group_size=2, prompts_batch_size_for_trainer=batch, number_of_steps=steps, max_async_rollout=ahead,
-        max_off_policy_steps=bound, environment_error_budget=1.0, inference_num_workers=2, max_tokens=1000,
-        max_model_len=4096, seq_len=4096, checkpoint_every=1,
-    )  # fmt: skip
+@given(paces, spans(seconds), st.integers(0, 10_000), st.fixed_dictionaries(RUNS), st.sampled_from([-1, 0, 2]))
+def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, delays, seed, fields, bound):
+    config = config_of(**LONG, **fields, group_size=2, max_off_policy_steps=bound, checkpoint_every=1)
+    steps, batch = config.number_of_steps, config.prompts_batch_size_for_trainer
 
     async def run(folder: CheckpointFolder) -> None:
         simulation = Simulation(config, pace, seed=seed, num_servers=2)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,19 +37,25 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-async def test_the_first_signal_asks_for_a_stop(interrupt: Interrupt, number: int) -> None:
+@pytest.fixture
+async def installed(interrupt: Interrupt) -> AsyncIterator[Interrupt]:
+    """An interrupt that receives the signals of this process."""
     loop = asyncio.get_running_loop()
     interrupt.install(loop)
+    yield interrupt
+    for number in STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+async def test_the_first_signal_asks_for_a_stop(installed: Interrupt, number: int) -> None:
     stopped = asyncio.Event()
-    interrupt.on_first(stopped.set)
-    assert not interrupt.requested
+    installed.on_first(stopped.set)
+    assert not installed.requested
     os.kill(os.getpid(), number)
     await asyncio.wait_for(stopped.wait(), 5)
-    assert interrupt.requested
-    assert "Ctrl-C again" in interrupt._status.phase
-    for each in STOP_SIGNALS:
-        loop.remove_signal_handler(each)
+    assert installed.requested
+    assert "Ctrl-C again" in installed._status.phase
 
 
 def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
@@ -124,28 +130,17 @@ async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(inte
     assert not interrupt.requested
 
 
-async def test_a_scheduler_that_repeats_its_signal_still_ends_the_run_cleanly(interrupt: Interrupt) -> None:
-    interrupt.install(asyncio.get_running_loop())
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+TERM, HUP = signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize("numbers", [(TERM, TERM, HUP, TERM), (HUP, HUP)], ids=["a scheduler", "a lost terminal"])
+async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed: Interrupt, numbers: tuple[int, ...]):
+    for number in numbers:
         os.kill(os.getpid(), number)
         await tick(3)
-    assert interrupt._count == 1
+    assert installed._count == 1
     with pytest.raises(Exited):
-        interrupt._signalled()  # Ctrl-C by an impatient person
-    for each in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(each)
-
-
-async def test_a_terminal_that_hangs_up_twice_still_ends_the_run_cleanly(interrupt: Interrupt) -> None:
-    interrupt.install(asyncio.get_running_loop())
-    for _ in range(2):  # as a shell that has lost its terminal does
-        os.kill(os.getpid(), signal.SIGHUP)
-        await tick(3)
-    assert interrupt.requested
-    with pytest.raises(Exited):
-        interrupt._signalled()
-    for each in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(each)
+        installed._signalled()  # Ctrl-C by an impatient person
 
 
 async def test_nohup_keeps_a_run_alive_on_sighup(interrupt: Interrupt) -> None:
@@ -154,8 +149,6 @@ async def test_nohup_keeps_a_run_alive_on_sighup(interrupt: Interrupt) -> None:
     os.kill(os.getpid(), signal.SIGHUP)
     await tick(3)
     assert not interrupt.requested
-    for each in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().remove_signal_handler(each)
 
 
 HANGS_UP = """

@@ -138,17 +138,9 @@ class FakeEnvironments(ScriptedTurns):
 
 def settings(**changes: Any) -> RolloutSettings:
     """Settings of a small rollout; `max_tokens` and `max_context` are of its sampling."""
-    sampling = SamplingSettings(
-        temperature=0.7,
-        top_p=None,
-        max_tokens=changes.pop("max_tokens", 16),
-        max_context=changes.pop("max_context", 64),
-    )
-    defaults: dict[str, Any] = {
-        "free_lane_after_generation": True,
-        "slot_timeout": 5.0,
-        "max_infrastructure_retries": 3,
-    }
+    lengths = {"max_tokens": changes.pop("max_tokens", 16), "max_context": changes.pop("max_context", 64)}
+    sampling = SamplingSettings(temperature=0.7, top_p=None, **lengths)
+    defaults = {"free_lane_after_generation": True, "slot_timeout": 5.0, "max_infrastructure_retries": 3}
     return RolloutSettings(sampling=sampling, **{**defaults, **changes})
 
 
