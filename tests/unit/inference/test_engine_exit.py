@@ -58,8 +58,12 @@ async def ended(requests: list[asyncio.Task[Any]]) -> None:
     assert not waiting
 
 
-async def test_requests_waiting_for_an_exited_engine_are_answered() -> None:
-    server = Server()
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+async def test_requests_waiting_for_an_exited_engine_are_answered(server) -> None:
     requests = [asyncio.create_task(server.request()) for _ in range(3)]
     await asyncio.sleep(0.05)
     assert not any(request.done() for request in requests)
@@ -72,8 +76,7 @@ async def test_requests_waiting_for_an_exited_engine_are_answered() -> None:
     assert server.num_cancelled == 3
 
 
-async def test_a_request_after_the_exit_is_ended_too() -> None:
-    server = Server()
+async def test_a_request_after_the_exit_is_ended_too(server) -> None:
     server.engine.errored = True
     for _ in range(2):
         request = asyncio.create_task(server.request())
@@ -102,8 +105,7 @@ async def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     assert [message["type"] for message in request.result()] == ["http.response.start"]
 
 
-async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered() -> None:
-    server = Server()
+async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(server) -> None:
     request = asyncio.create_task(server.request())
     await asyncio.sleep(0.02)
     request.cancel()
@@ -113,8 +115,7 @@ async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_requests_of_a_running_engine_are_left_alone(method: str) -> None:
-    server = Server()
+async def test_requests_of_a_running_engine_are_left_alone(server, method: str) -> None:
     request = asyncio.create_task(server.request(method))
     await asyncio.sleep(0.2)
     assert not request.done()
@@ -122,8 +123,7 @@ async def test_requests_of_a_running_engine_are_left_alone(method: str) -> None:
     assert (await request)[0]["status"] == 200
 
 
-async def test_a_get_request_is_ended_too() -> None:
-    server = Server()
+async def test_a_get_request_is_ended_too(server) -> None:
     request = asyncio.create_task(server.request("GET"))
     await asyncio.sleep(0.05)
     server.engine.errored = True
@@ -145,8 +145,7 @@ async def test_a_request_during_the_grace_period_has_its_own(monkeypatch: pytest
     assert second.result()[0]["status"] == 503
 
 
-async def test_a_server_may_cancel_a_request_that_is_being_ended() -> None:
-    server = Server()
+async def test_a_server_may_cancel_a_request_that_is_being_ended(server) -> None:
     server.engine.errored = True
     request = asyncio.create_task(server.request())
     await asyncio.sleep(0)
@@ -157,8 +156,7 @@ async def test_a_server_may_cancel_a_request_that_is_being_ended() -> None:
         await request
 
 
-async def test_an_engine_without_an_errored_attribute_fails_the_request() -> None:
-    server = Server()
+async def test_an_engine_without_an_errored_attribute_fails_the_request(server) -> None:
     del server.engine.errored
     with pytest.raises(AttributeError, match="errored"):
         await server.request()

@@ -94,9 +94,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.fixture
+def caller() -> Caller:
+    return Caller(Engine())
+
+
 @pytest.mark.parametrize("route", sorted(SALTED_ROUTES))
-async def test_every_route_that_samples_is_salted_and_the_callers_salt_is_replaced(route: str) -> None:
-    caller = Caller(Engine())
+async def test_every_route_that_samples_is_salted_and_the_callers_salt_is_replaced(caller, route: str) -> None:
     await caller.post(route, {"cache_salt": "mine", "request_id": "r", "token_ids": [1, 2]})
     await caller.swap(1)
     await caller.post(route, {"cache_salt": "mine", "request_id": "r", "token_ids": [1, 2]})
@@ -105,8 +109,7 @@ async def test_every_route_that_samples_is_salted_and_the_callers_salt_is_replac
     assert first != second
 
 
-async def test_a_salt_never_repeats_even_when_a_version_does() -> None:
-    caller = Caller(Engine())
+async def test_a_salt_never_repeats_even_when_a_version_does(caller) -> None:
     for version in (1, 2, 1, 1):
         await caller.generate()
         await caller.swap(version)
@@ -114,8 +117,7 @@ async def test_a_salt_never_repeats_even_when_a_version_does() -> None:
     assert len(set(caller.engine.salts)) == 5
 
 
-async def test_a_failed_update_changes_the_salt_too() -> None:
-    caller = Caller(Engine())
+async def test_a_failed_update_changes_the_salt_too(caller) -> None:
     await caller.generate()
     caller.engine.status = 500
     await caller.post(wire.FINISH_UPDATE_ROUTE, {"weight_version": "1"})
@@ -124,8 +126,7 @@ async def test_a_failed_update_changes_the_salt_too() -> None:
     assert len(set(caller.engine.salts)) == 2
 
 
-async def test_a_request_during_a_pause_waits_for_the_new_version() -> None:
-    caller = Caller(Engine())
+async def test_a_request_during_a_pause_waits_for_the_new_version(caller) -> None:
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate())
     await settle()
@@ -138,8 +139,7 @@ async def test_a_request_during_a_pause_waits_for_the_new_version() -> None:
     assert caller.engine.salts == [caller.middleware.salt]
 
 
-async def test_a_second_pause_after_resume_admits_or_delays_the_request() -> None:
-    caller = Caller(Engine())
+async def test_a_second_pause_after_resume_admits_or_delays_the_request(caller) -> None:
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate())
     await settle()
@@ -154,8 +154,7 @@ async def test_a_second_pause_after_resume_admits_or_delays_the_request() -> Non
     assert len(caller.engine.salts) == 1
 
 
-async def test_aborting_a_waiting_request_answers_it_without_admitting_it() -> None:
-    caller = Caller(Engine())
+async def test_aborting_a_waiting_request_answers_it_without_admitting_it(caller) -> None:
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate("gone"))
     await settle()
@@ -169,8 +168,7 @@ async def test_aborting_a_waiting_request_answers_it_without_admitting_it() -> N
     assert wire.ABORT_ROUTE in [path for path, _ in caller.engine.seen]
 
 
-async def test_a_caller_that_disconnects_while_waiting_is_dropped() -> None:
-    caller = Caller(Engine())
+async def test_a_caller_that_disconnects_while_waiting_is_dropped(caller) -> None:
     await caller.post(wire.PAUSE_ROUTE)
     leave = asyncio.Event()
     body = {"request_id": "r", "token_ids": [1]}
@@ -183,8 +181,7 @@ async def test_a_caller_that_disconnects_while_waiting_is_dropped() -> None:
     assert caller.engine.salts == []
 
 
-async def test_requests_continue_after_a_failed_pause() -> None:
-    caller = Caller(Engine())
+async def test_requests_continue_after_a_failed_pause(caller) -> None:
     caller.engine.status = 500
     await caller.post(wire.PAUSE_ROUTE)
     caller.engine.status = 200

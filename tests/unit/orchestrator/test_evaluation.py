@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.entries import environment_keys
-from telescope.evals.runner import SamplesFile
+from telescope.evals.runner import EvalResult, SamplesFile
 from telescope.inference.base import GenerateRequest
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.servers import ServerPool
@@ -239,17 +240,26 @@ async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
     assert len({row["sample_id"] for row in written.of("samples")}) == 6
 
 
-class Fragile(SimulatedEnvironment):
-    """Items whose answers are right, except that `fails` of them raise an error."""
+class Graded(SimulatedEnvironment):
+    """Items whose correctness is a function of their index, and whose answers have no other reward."""
 
-    def __init__(self, fails: int) -> None:
+    def __init__(self, grade: Callable[[int], float]) -> None:
         super().__init__()
-        self.fails = fails
+        self.grade = grade
 
     async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-        if index < self.fails:
-            raise EnvironmentFailure("broken")
-        return Advance(True, [], "text", RewardRecord(None, {"correct": 1.0}, {}, [], {}))
+        return Advance(True, [], "text", RewardRecord(None, {"correct": self.grade(index)}, {}, [], {}))
+
+
+def fail_below(first: int, message: str = "broken") -> Callable[[int], float]:
+    """Right answers, except that the first items raise an error."""
+
+    def grade(index: int) -> float:
+        if index < first:
+            raise EnvironmentFailure(message)
+        return 1.0
+
+    return grade
 
 
 @pytest.mark.parametrize(("fails", "is_problem"), [(0, False), (2, False), (3, True)])
@@ -258,7 +268,7 @@ async def test_a_failed_sample_counts_as_wrong_wherever_the_accuracy_is_shown(fa
     config = config_of(
         evals=[{"name": "arithmetic", "num_samples": 10, "pass_k": pass_k}], environment_error_budget=0.2
     )
-    evaluation = await evaluation_of(config, Fragile(fails))
+    evaluation = await evaluation_of(config, Graded(fail_below(fails)))
     (result,) = await run_all(evaluation)
     right = pytest.approx(1 - fails / 10)
     assert (result.num_items, result.num_scored, result.num_failed) == (10, 10 - fails, fails)
@@ -292,11 +302,8 @@ async def test_a_repeated_evaluation_samples_what_the_record_of_the_killed_one_l
 
 
 async def test_an_eval_without_any_score_is_reported() -> None:
-    class Broken(SimulatedEnvironment):
-        async def advance(self, *arguments: Any, **options: Any) -> Advance:
-            raise EnvironmentFailure("KeyError: 'numbers'")
-
-    evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), Broken())
+    broken = Graded(fail_below(64, "KeyError: 'numbers'"))
+    evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), broken)
     assert await run_all(evaluation) == []
     (problem,) = evaluation.problems
     assert re.search(r"arithmetic at version 0 failed: .*none of its 2 .*KeyError", problem)
@@ -307,24 +314,18 @@ async def test_an_eval_without_any_score_is_reported() -> None:
     assert "KeyError" in row["error"]
 
 
-class Coin(SimulatedEnvironment):
-    """Items whose samples are right by the parity of how many were scored before, of the same item."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scored: dict[int, int] = {}
-
-    async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-        earlier = self.scored[index] = self.scored.get(index, -1) + 1
-        return Advance(True, [], "text", RewardRecord(None, {"correct": float(earlier % 2)}, {}, [], {}))
-
-
 PASS_K = {"at_k": {"metrics": ["correct"], "k": [1, 2, 4]}, "pow_k": {"metrics": ["correct"], "k": [2]}}
 
 
 async def test_pass_k_samples_every_item_as_often_as_its_largest_k() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 3, "pass_k": PASS_K}])
-    evaluation = await evaluation_of(config, Coin())
+    scored: Counter[int] = Counter()
+
+    def alternate(index: int) -> float:
+        scored[index] += 1
+        return float(scored[index] % 2 == 0)
+
+    evaluation = await evaluation_of(config, Graded(alternate))
     (result,) = await run_all(evaluation)
     assert (result.num_items, result.num_completions, result.num_scored) == (3, 4, 12)
     # Two of the four samples of every item are right.
@@ -348,17 +349,10 @@ async def test_a_misspelled_metric_of_pass_k_is_reported_with_the_nearest() -> N
 
 
 async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
-    class Learning(SimulatedEnvironment):
-        right = 0
-
-        async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-            correct = float(index < self.right)
-            return Advance(True, [], "text", RewardRecord(None, {"correct": correct}, {}, [], {}))
-
-    environments = Learning()
+    environments = Graded(lambda index: 0.0)
     evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 40}]), environments)
     (before,) = await run_all(evaluation)
-    environments.right = 30
+    environments.grade = lambda index: float(index < 30)
     (after,) = await run_all(evaluation, version=3)
     assert before.gain is None
     assert (before.estimate.low, before.estimate.high) == (0.0, 0.0)
@@ -369,8 +363,6 @@ async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
 
 
 def test_accuracy_is_the_reward_of_an_environment_that_names_no_correctness() -> None:
-    from telescope.evals.runner import EvalResult
-
     result = EvalResult("a", 0, 2, 2, 1.0, {"reward": 0.5}, 0.1, True)
     assert result.accuracy == 0.5
     assert dataclasses.replace(result, metrics={"reward": 0.5, "correct": 0.25}).accuracy == 0.25

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
-from tests.unit.orchestrator.test_evaluation import evaluation_of
+from tests.unit.orchestrator.test_evaluation import Graded, evaluation_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.environments.types import Advance
@@ -44,6 +44,7 @@ class Training:
         self.evaluation = await evaluation_of(self.config, environments, self.engines)
         self.evaluation.spawn = self.spawn
         self.servers = self.evaluation.servers
+        self.watching = asyncio.create_task(self.servers.watch())
         return self
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -58,6 +59,17 @@ class Training:
                 self.engines[index].loaded_version = self.step
             await self.evaluation.start_due(self.step)
             await tick(30)
+
+    async def fail(self, until: int, *, restarts: int = 1) -> None:
+        """Lets the server of an eval fail after these steps, and come back after so many restarts."""
+        engine = self.engines[1]
+        engine.gate.clear()
+        await self.train(until)
+        engine.restarts, engine.fails = restarts, True
+        engine.gate.set()
+        await tick(5)
+        engine.fails = False
+        await self.ended()
 
     async def ended(self) -> None:
         async with asyncio.timeout(5):
@@ -142,55 +154,28 @@ async def test_evals_with_servers_of_their_own_do_not_wait_for_each_other() -> N
 
 async def test_an_eval_whose_server_restarts_while_training_goes_on_is_reported_as_failed() -> None:
     training = await Training().start()
-    watching = asyncio.create_task(training.servers.watch())
-    engine = training.engines[1]
-    engine.gate.clear()
-    await training.train(until=3)
-    engine.restarts, engine.fails = 1, True
-    engine.gate.set()
-    await tick(5)
-    engine.fails = False
-    await training.ended()
+    await training.fail(until=3)
     (problem,) = training.evaluation.problems
     assert "at version 2 failed" in problem and "no server has version 2 any more" in problem
-    assert engine.loaded_version == 3, "it came back with the trainer's weights"
+    assert training.engines[1].loaded_version == 3, "it came back with the trainer's weights"
     await training.train(until=4)
     await training.ended()
     assert [result.version for result in training.evaluation.results] == [4]
-    watching.cancel()
 
 
 async def test_items_are_sampled_again_when_a_server_comes_back_at_the_same_version() -> None:
     training = await Training().start()
-    watching = asyncio.create_task(training.servers.watch())
-    engine = training.engines[1]
-    engine.gate.clear()
-    await training.train(until=2)
-    engine.restarts, engine.fails = 1, True
-    engine.gate.set()
-    await tick(5)
-    engine.fails = False
-    await training.ended()
+    await training.fail(until=2)
     (result,) = training.evaluation.results
     assert (result.version, result.num_scored) == (2, 12)
     assert not training.evaluation.problems
-    watching.cancel()
 
 
 async def test_a_failed_request_does_not_give_newer_weights_to_the_server_of_a_running_eval() -> None:
     training = await Training().start()
-    watching = asyncio.create_task(training.servers.watch())
-    engine = training.engines[1]
-    engine.gate.clear()
-    await training.train(until=3)
-    engine.fails = True  # the process goes on
-    engine.gate.set()
-    await tick(5)
-    engine.fails = False
-    await training.ended()
+    await training.fail(until=3, restarts=0)
     assert [(result.version, result.num_scored) for result in training.evaluation.results] == [(2, 12)]
-    assert engine.loaded_version == 2
-    watching.cancel()
+    assert training.engines[1].loaded_version == 2
 
 
 async def test_an_eval_that_raises_does_not_end_the_others_or_training() -> None:
@@ -272,7 +257,6 @@ async def test_start_and_end_evals_use_the_dedicated_servers_only_if_asked() -> 
 
 async def test_a_dedicated_server_takes_over_when_no_other_is_left() -> None:
     training = await Training().start()
-    watching = asyncio.create_task(training.servers.watch())
     training.engines[1].gate.clear()
     await training.train(until=2)
     training.engines[0].state = training.engines[0].error = "failed"
@@ -285,7 +269,6 @@ async def test_a_dedicated_server_takes_over_when_no_other_is_left() -> None:
     assert "at version 2 failed" in training.evaluation.problems[0]
     await training.train(until=4)
     assert "skipped: its servers serve rollouts" in training.evaluation.problems[1]
-    watching.cancel()
 
 
 async def test_without_dedicated_servers_nothing_runs_during_training() -> None:
@@ -295,26 +278,17 @@ async def test_without_dedicated_servers_nothing_runs_during_training() -> None:
 
 
 async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> None:
-    class Learning(SimulatedEnvironment):
-        right = 0
-
-        async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-            made = await super().advance(key, index, *arguments, **options)
-            assert made.reward is not None
-            made.reward.sample_metrics["correct"] = float(index < self.right)
-            return made
-
-    environments = Learning()
+    environments = Graded(lambda index: 0.0)
     first = await Training().start(environments)
     await first.evaluation.run_all(0)
-    environments.right = 3
+    environments.grade = lambda index: float(index < 3)
     await first.train(until=2)
     await first.ended()
     state = RunState.load_state_dict(RunState(evals=first.evaluation.history()).state_dict())
     assert [bool(result.by_item) for result in state.evals] == [True, False], "only a baseline needs its items"
     second = await Training().start(environments)
     second.evaluation.results = state.evals
-    environments.right = 9
+    environments.grade = lambda index: float(index < 9)
     await second.train(until=4)
     await second.ended()
     assert [result.gain and result.gain.mean for result in second.evaluation.results] == [

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
@@ -16,11 +17,25 @@ from telescope.errors import RunError, UserError
 from telescope.orchestrator import preflight, session
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.status import RunStatus, summarize
+from telescope.orchestrator.status import RunStatus, RunSummary, summarize
 from telescope.record.files import RunFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import FileSizes
 from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origin
+
+
+def make(tmp_path: Path, **fields: Any) -> RunDirectory:
+    """The directory `run` of a run."""
+    return RunDirectory.create(config_of(run_dir=str(tmp_path / "run"), use_wandb=False, **fields), [])
+
+
+def summary_of(directory: RunDirectory, **changes: Any) -> RunSummary:
+    """The summary of a run that has ended."""
+    ends: dict[str, Any] = {"seconds": 1.0, "training_seconds": 1.0, "error": None, "interrupted": False}
+    return summarize(directory.config, directory.path, RunStatus("demo", 60), [], **(ends | changes))
+
+
+QUICK = {"metrics_logger_interval_seconds": 0.1}
 
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
@@ -36,8 +51,7 @@ def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[s
 
 
 def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path: Path) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, **QUICK)
     with directory.open_record(console=False):
         assert directory.record_problem() is None
         assert directory.record_news() is None
@@ -49,10 +63,7 @@ def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path:
         assert directory.record_news() is None
         problem = directory.record_problem()
         assert problem is not None and str(tmp_path / "run") in problem
-        summary = summarize(
-            config, directory.path, RunStatus("demo", 1), [], seconds=1.0, training_seconds=1.0, error=None,
-            interrupted=False, record_error=problem,
-        )  # fmt: skip
+        summary = summary_of(directory, record_error=problem)
         directory.ended(summary)
     assert summary.to_json()["record_error"] == problem
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
@@ -81,8 +92,7 @@ def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, **QUICK)
     with directory.open_record(console=False):
         assert directory.record_problem() is None
         (tmp_path / "run").rename(tmp_path / "elsewhere")
@@ -93,17 +103,13 @@ def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_on(tmp_path: Path) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, number_of_steps=60)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, number_of_steps=60)
     with directory.open_record(console=False):
         directory.evaluated_before(0.25)
         directory.recorder.flush()
         summary = Run(tmp_path / "run").summary()
         assert (summary.status, summary.num_steps, summary.heldout_before) == ("live", 60, 0.25)
-        directory.ended(
-            summarize(config, directory.path, RunStatus("demo", 60), [], seconds=1.0, training_seconds=1.0, error=None,
-                      interrupted=True)
-        )  # fmt: skip
+        directory.ended(summary_of(directory, interrupted=True))
     assert Run(tmp_path / "run").summary().status == "stopped"
 
 
@@ -112,13 +118,9 @@ def test_the_command_of_alerts_is_told_of_the_end(
     tmp_path: Path, error: RunError | None, told: tuple[str, str]
 ) -> None:
     command = ["sh", "-c", f"cat >> {tmp_path}/told"]
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, alert_command=command)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, alert_command=command)
     with directory.open_record(console=False):
-        status = RunStatus("demo", 60)
-        summary = summarize(
-            config, directory.path, status, [], seconds=1.0, training_seconds=1.0, error=error, interrupted=False
-        )
+        summary = summary_of(directory, error=error)
         directory.ended(summary)
     alert = json.loads((tmp_path / "told").read_text())
     assert (alert["kind"], alert["level"], alert["message"]) == (*told, summary.error or summary.sentence)
@@ -127,8 +129,7 @@ def test_the_command_of_alerts_is_told_of_the_end(
 
 
 def test_rows_that_were_dropped_make_the_record_incomplete(tmp_path: Path) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path)
     with directory.open_record(console=False):
         directory.recorder._pending.dropped["turns"] += 3
         assert directory.record_problem() == "rows were dropped while the disk could not be written: 3 of turns"
@@ -154,8 +155,7 @@ def test_a_failed_run_reports_its_incomplete_record(
 def test_the_model_s_config_is_recorded_with_the_start(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, model=str(tmp_path / "model"))
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, model=str(tmp_path / "model"))
     with directory.open_record(console=False):
         directory.started({"driver": "here"}, 0)
     (attempt,) = Run(tmp_path / "run").attempts()
@@ -163,8 +163,7 @@ def test_the_model_s_config_is_recorded_with_the_start(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_model_is_elsewhere_starts_without_its_config(tmp_path: Path) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, model=str(tmp_path / "gone"))
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path, model=str(tmp_path / "gone"))
     with directory.open_record(console=False):
         directory.started({}, 0)
     assert Run(tmp_path / "run").attempts()[0]["model_config"] is None
@@ -178,11 +177,8 @@ def test_the_state_of_a_run_is_plain_values() -> None:
 
 
 def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path) -> None:
-    config = config_of(
-        run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.05, rollout_block_size=1,
-        event_tail_window_seconds=7, event_block_duration_seconds=8,
-    )  # fmt: skip
-    directory = RunDirectory.create(config, [])
+    blocks = {"rollout_block_size": 1, "event_tail_window_seconds": 7, "event_block_duration_seconds": 8}
+    directory = make(tmp_path, metrics_logger_interval_seconds=0.05, **blocks)
     with directory.open_record(console=False) as recorder:
         recorder.write("samples", {"sample_id": "a"})
         deadline = time.monotonic() + 30
@@ -196,8 +192,7 @@ def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path)
 def test_results_of_a_stopped_run_do_not_stand_beside_the_resumed_one(
     tmp_path: Path, step: int | None, left: list[str]
 ) -> None:
-    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False)
-    directory = RunDirectory.create(config, [])
+    directory = make(tmp_path)
     with directory.open_record(console=False):
         directory.started({}, 0)
     files = RunFiles(directory.path)
@@ -205,7 +200,7 @@ def test_results_of_a_stopped_run_do_not_stand_beside_the_resumed_one(
     files.summary.write_text('{"status": "stopped", "steps": 5}')
     if step is not None:
         write_origin(files.model, ModelOrigin(ModelSource(step), run="r"))
-    resumed = RunDirectory.create(config, [], is_resumed=True)
+    resumed = RunDirectory.create(directory.config, [], is_resumed=True)
     with resumed.open_record(console=False):
         assert files.model.is_dir() and files.summary.is_file(), "the checkpoint may not load"
         resumed.started({}, 3)

@@ -67,23 +67,25 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers_module, "POLL_SECONDS", 0.004)
 
 
-def test_a_failure_closes_a_server_at_once_and_only_that_one() -> None:
-    bench = Bench()
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_failure_closes_a_server_at_once_and_only_that_one(bench) -> None:
     bench.pool.report_failure(0, DEAD)
     assert bench.pool.up == [1]
     assert bench.slots.up == [False, True]
     assert "connection refused" in bench.status.components["server 0"]
 
 
-def test_many_failures_of_one_server_are_one_message() -> None:
-    bench = Bench()
+def test_many_failures_of_one_server_are_one_message(bench) -> None:
     for _ in range(50):
         bench.pool.report_failure(0, DEAD)
     assert len(bench.status.messages) == 1
 
 
-async def test_a_server_whose_process_runs_is_brought_back_without_a_restart() -> None:
-    bench = Bench()
+async def test_a_server_whose_process_runs_is_brought_back_without_a_restart(bench) -> None:
     async with bench.watched():
         bench.pool.report_failure(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
@@ -91,8 +93,7 @@ async def test_a_server_whose_process_runs_is_brought_back_without_a_restart() -
     assert bench.slots.up[0]
 
 
-async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> None:
-    bench = Bench()
+async def test_a_restarted_server_has_its_weights_before_its_slots_open(bench) -> None:
     async with bench.watched():
         bench.handles[1].state, bench.handles[1].error = "restarting", "was killed by SIGKILL"
         await bench.until(lambda: bench.pool.up == [0])
@@ -107,8 +108,7 @@ async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> Non
     assert all("was killed by SIGKILL" in message for message in bench.status.messages)
 
 
-async def test_a_restart_between_two_polls_is_detected_by_its_count() -> None:
-    bench = Bench()
+async def test_a_restart_between_two_polls_is_detected_by_its_count(bench) -> None:
     bench.handles[0].restarts = 1
     async with bench.watched():
         await bench.until(lambda: len(bench.brought) == 1 and bench.pool.up == [0, 1])
@@ -126,8 +126,7 @@ async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None
         await bench.until(lambda: bench.pool.up == [0])
 
 
-async def test_a_server_that_fails_while_it_receives_weights_is_retried() -> None:
-    bench = Bench()
+async def test_a_server_that_fails_while_it_receives_weights_is_retried(bench) -> None:
     bench.weights_fail = True
     async with bench.watched():
         bench.pool.report_failure(0, DEAD)
@@ -137,8 +136,7 @@ async def test_a_server_that_fails_while_it_receives_weights_is_retried() -> Non
         await bench.until(lambda: bench.pool.up == [0, 1])
 
 
-async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue() -> None:
-    bench = Bench()
+async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue(bench) -> None:
     bench.weights_fail = True
     async with bench.watched() as watching:
         bench.pool.report_failure(0, DEAD)
@@ -149,16 +147,14 @@ async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_con
     assert len(bench.brought) == MAX_FAILED_BRING_UPS
 
 
-async def test_a_server_that_receives_weights_when_a_trainer_rank_is_lost_waits_for_the_ranks() -> None:
-    bench = Bench()
+async def test_a_server_that_receives_weights_when_a_trainer_rank_is_lost_waits_for_the_ranks(bench) -> None:
     bench.lost_ranks = MAX_FAILED_BRING_UPS + 1
     async with bench.watched():
         bench.pool.report_failure(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
 
 
-async def test_a_server_without_an_actor_is_abandoned_and_the_others_continue() -> None:
-    bench = Bench()
+async def test_a_server_without_an_actor_is_abandoned_and_the_others_continue(bench) -> None:
     bench.handles[0].gone = True
     async with bench.watched() as watching:
         await bench.until(lambda: bench.pool.up == [1])
@@ -186,8 +182,7 @@ async def test_the_wait_for_a_hanging_engine_includes_the_detection_of_the_hang(
     assert bench.brought == [(0, True, False)]
 
 
-async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
-    bench = Bench()
+async def test_the_run_ends_with_every_reason_when_no_server_is_left(bench) -> None:
     for index, reason in enumerate(("out of memory", "killed by SIGKILL")):
         bench.handles[index].state, bench.handles[index].error = "failed", reason
     with pytest.raises(InfrastructureError, match=r"no inference server is left.*out of memory.*killed by SIGKILL"):
@@ -195,8 +190,7 @@ async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
     assert bench.pool.up == []
 
 
-async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
-    bench = Bench()
+async def test_a_bug_while_a_server_is_brought_up_ends_the_run(bench) -> None:
 
     async def broken(server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         raise ArithmeticError("a bug")
@@ -207,8 +201,7 @@ async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
         await asyncio.wait_for(bench.pool.watch(), 5)
 
 
-async def test_no_server_is_brought_up_when_the_watch_has_ended() -> None:
-    bench = Bench()
+async def test_no_server_is_brought_up_when_the_watch_has_ended(bench) -> None:
     bench.handles[0].state = "restarting"
     async with bench.watched():
         await bench.until(lambda: "restarting (restarting)" in bench.status.components["server 0"])

@@ -92,8 +92,12 @@ def test_an_answer_without_tokens_has_no_age() -> None:
     assert metrics["rollouts/tokens_completion/max"] == 0
 
 
-def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() -> None:
-    counts = DiscardCounts()
+@pytest.fixture
+def counts() -> DiscardCounts:
+    return DiscardCounts()
+
+
+def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths(counts) -> None:
     counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0, lengths=(3,)), sample(1, 0.0, lengths=(5,))])
     counts.discarded("zero_advantage", "all_positive", [sample(0, 1.0, lengths=(4,)), sample(1, 1.0, lengths=(8,))])
     metrics = counts.take(num_kept_groups=6)
@@ -111,8 +115,7 @@ def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() 
         assert {f"discarded/{reason}/{name}" for name in ("groups", "samples", "tokens", "pct")} <= set(counts.take(1))
 
 
-def test_discarded_samples_have_prompt_and_total_lengths() -> None:
-    counts = DiscardCounts()
+def test_discarded_samples_have_prompt_and_total_lengths(counts) -> None:
     counts.discarded("zero_advantage", None, [sample(0, lengths=(3, 4)), sample(1, lengths=(5,)), sample(2, None)])
     metrics = counts.take(1)
     assert metrics["discarded/zero_advantage/prompt_tokens_mean"] == 2
@@ -120,8 +123,7 @@ def test_discarded_samples_have_prompt_and_total_lengths() -> None:
     assert metrics["discarded/zero_advantage/total_tokens_min"] == 2 + 5
 
 
-def test_all_discarded_samples_are_counted_together_once() -> None:
-    counts = DiscardCounts()
+def test_all_discarded_samples_are_counted_together_once(counts) -> None:
     counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0, lengths=(3,)), sample(1, 0.0, lengths=(5,))])
     counts.discarded("max_async", None, [sample(0, 1.0, lengths=(4,))])
     metrics = counts.take(2)
@@ -130,8 +132,7 @@ def test_all_discarded_samples_are_counted_together_once() -> None:
     assert metrics["discarded/all/reward_mean"] == pytest.approx(1 / 3)
 
 
-def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:
-    counts = DiscardCounts()
+def test_percentages_are_of_all_groups_and_never_pass_a_hundred(counts) -> None:
     for _ in range(3):
         counts.discarded("all_masked", None, [sample(0, None)])
     counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0)])
@@ -142,8 +143,7 @@ def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:
     assert "discarded/all_masked/reward_mean" not in metrics
 
 
-def test_masked_samples_are_counted_by_the_kind_of_their_failure() -> None:
-    counts = DiscardCounts()
+def test_masked_samples_are_counted_by_the_kind_of_their_failure(counts) -> None:
     dead = sample(1, None, lengths=())
     dead.failure_kind = "infrastructure"
     for masked in (sample(0, None, lengths=(3,)), sample(2, None, lengths=(5,)), dead):
@@ -153,8 +153,7 @@ def test_masked_samples_are_counted_by_the_kind_of_their_failure() -> None:
     assert (metrics["masked/infrastructure/samples"], metrics["masked/infrastructure/tokens"]) == (1, 0)
 
 
-def test_retried_requests_are_counted_beside_their_sample() -> None:
-    counts = DiscardCounts()
+def test_retried_requests_are_counted_beside_their_sample(counts) -> None:
     unlucky = sample(0, 1.0, lengths=(4,))
     unlucky.failed_requests, unlucky.lost_conversations = [7, None, 3], [20]
     for ended in (unlucky, sample(1, 1.0)):
@@ -165,8 +164,7 @@ def test_retried_requests_are_counted_beside_their_sample() -> None:
     assert (metrics["lost/samples"], metrics["lost/tokens_mean"]) == (1, 20)
 
 
-def test_samples_of_requeued_groups_are_counted_also_when_they_end_later() -> None:
-    counts = DiscardCounts()
+def test_samples_of_requeued_groups_are_counted_also_when_they_end_later(counts) -> None:
     counts.requeued([sample(0, 1.0, lengths=(3,)), sample(1, None, lengths=(5,))])
     counts.cancelled(sample(2, None, lengths=(9,)), requeued=True)
     counts.cancelled(sample(3, None, lengths=(1,)), requeued=False)
@@ -175,8 +173,7 @@ def test_samples_of_requeued_groups_are_counted_also_when_they_end_later() -> No
     assert metrics["cancelled/tokens"] == 10
 
 
-def test_counting_starts_anew_with_each_step() -> None:
-    counts = DiscardCounts()
+def test_counting_starts_anew_with_each_step(counts) -> None:
     counts.count_retries(sample())
     counts.requeued([sample()])
     counts.discarded("zero_advantage", "all_zero", [sample()])

@@ -103,26 +103,28 @@ def test_every_expert_is_found_under_every_kernel_at_any_size(size: int, backend
     assert report.num_tensors == 3 * EXPERTS
 
 
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return trainer_tensors()
+
+
 @pytest.mark.parametrize("backend", ["TRITON", "CPU", "CPU, bound"])
 @pytest.mark.parametrize("name", trainer_tensors())
-def test_one_old_matrix_of_one_expert_on_one_rank_is_named_and_no_other(name: str, backend: str) -> None:
-    tensors = trainer_tensors()
+def test_one_old_matrix_of_one_expert_on_one_rank_is_named_and_no_other(tensors, name: str, backend: str) -> None:
     stale = {**tensors, name: trainer_tensors(seed=1)[name]}
     models = [engine(stale if rank == 1 else tensors, rank, 2, backend) for rank in range(2)]
     assert list(probe(models, tensors).mismatched) == [name]
 
 
-def test_experts_that_were_exchanged_are_named() -> None:
-    tensors = trainer_tensors()
+def test_experts_that_were_exchanged_are_named(tensors) -> None:
     models = [engine(tensors, 0, 1)]
     weight = experts_of(models[0]).w2_weight.data
     weight[[0, 2]] = weight[[2, 0]]
     assert set(probe(models, tensors).mismatched) == {f"{PLACE}.{expert}.down_proj.weight" for expert in (0, 2)}
 
 
-def test_plain_weights_where_the_kernel_expects_packed_ones_fail_for_every_expert() -> None:
+def test_plain_weights_where_the_kernel_expects_packed_ones_fail_for_every_expert(tensors) -> None:
     """What vLLM leaves behind when it reloads experts for the CPU and does not pack them again."""
-    tensors = trainer_tensors()
     model = engine(tensors, 0, 1, "CPU")
     loaded, plain = (experts_of(m).w13_weight.data.flatten(1) for m in (model, engine(tensors, 0, 1)))
     loaded[:, : plain.shape[1]] = plain
@@ -130,30 +132,26 @@ def test_plain_weights_where_the_kernel_expects_packed_ones_fail_for_every_exper
     assert wrong == {name for name in tensors if "down_proj" not in name}
 
 
-def test_a_layout_that_is_not_known_is_reported_and_not_guessed() -> None:
-    tensors = trainer_tensors()
+def test_a_layout_that_is_not_known_is_reported_and_not_guessed(tensors) -> None:
     report = probe([engine(tensors, 0, 1, "FLASHINFER_TRTLLM")], tensors)
     assert not report.ok
     assert "layout of experts under FLASHINFER_TRTLLM is not known" in report.unaccounted[0]
 
 
-def test_matrices_captured_by_functions_are_read_and_named() -> None:
-    tensors = trainer_tensors()
+def test_matrices_captured_by_functions_are_read_and_named(tensors) -> None:
     model = engine(tensors, 0, 1, "CPU, bound")
     old = experts_of(model).down_linear[1].__defaults__[0].clone() + 1.0
     experts_of(model).down_linear[1] = lambda x, w=old, b=None: x @ w.T
     assert list(probe([model], tensors).mismatched) == [f"{PLACE}.1.down_proj.weight"]
 
 
-def test_functions_without_a_captured_matrix_are_reported() -> None:
-    tensors = trainer_tensors()
+def test_functions_without_a_captured_matrix_are_reported(tensors) -> None:
     model = engine(tensors, 0, 1, "CPU, bound")
     experts_of(model).down_linear = [lambda x, handle=7, bias=None: x for _ in range(EXPERTS)]
     assert "layout of experts under CPU is not known" in probe([model], tensors).unaccounted[0]
 
 
-def test_an_expert_that_was_not_sent_leaves_its_parameter_without_explanation() -> None:
-    tensors = trainer_tensors()
+def test_an_expert_that_was_not_sent_leaves_its_parameter_without_explanation(tensors) -> None:
     sent = {name: tensor for name, tensor in tensors.items() if name != f"{PLACE}.1.up_proj.weight"}
     assert probe([engine(tensors, 0, 1)], sent).unaccounted == [f"{PLACE}.routed_experts.w13_weight"]
 

@@ -100,24 +100,26 @@ def probe(model: Any, sent: dict[str, torch.Tensor], arrived: dict[str, torch.Te
     return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in sent.items()}, loaded=[loaded])
 
 
-def test_quantized_layers_count_as_the_tensors_that_they_were_made_of() -> None:
-    tensors = trainer_tensors()
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return trainer_tensors()
+
+
+def test_quantized_layers_count_as_the_tensors_that_they_were_made_of(tensors) -> None:
     report = probe(engine_model(tensors), tensors, tensors)
     assert report.ok, str(report)
     assert report.num_tensors == len(tensors)
 
 
 @pytest.mark.parametrize("name", [f"{ATTENTION}.k_proj.weight", f"{MLP}.1.up_proj.weight", f"{MLP}.0.down_proj.weight"])
-def test_a_layer_that_was_quantized_of_older_weights_is_named(name: str) -> None:
-    tensors = trainer_tensors()
+def test_a_layer_that_was_quantized_of_older_weights_is_named(tensors, name: str) -> None:
     stale = {**tensors, name: trainer_tensors(seed=1)[name]}
     report = probe(engine_model(stale), tensors, tensors)
     assert name in report.mismatched
     assert "quantized values are not those" in report.mismatched[name]
 
 
-def test_one_wrong_scale_is_detected() -> None:
-    tensors = trainer_tensors()
+def test_one_wrong_scale_is_detected(tensors) -> None:
     model = engine_model(tensors)
     model.model.layers[0].attn.qkv_proj.weight_scale_inv[1, 0] *= 1.0001
     report = probe(model, tensors, tensors)
@@ -125,8 +127,7 @@ def test_one_wrong_scale_is_detected() -> None:
     assert f"{MLP}.0.down_proj.weight" not in report.mismatched
 
 
-def test_a_tensor_that_arrived_with_another_bit_is_named_alone() -> None:
-    tensors = trainer_tensors()
+def test_a_tensor_that_arrived_with_another_bit_is_named_alone(tensors) -> None:
     name = f"{MLP}.0.gate_proj.weight"
     corrupt = {**tensors, name: tensors[name].clone()}
     corrupt[name].view(torch.int16)[3, 5] ^= 1
@@ -134,15 +135,13 @@ def test_a_tensor_that_arrived_with_another_bit_is_named_alone() -> None:
     assert list(report.mismatched) == [name]
 
 
-def test_a_layer_of_which_a_tensor_is_missing_does_not_pass() -> None:
-    tensors = trainer_tensors()
+def test_a_layer_of_which_a_tensor_is_missing_does_not_pass(tensors) -> None:
     name = f"{ATTENTION}.v_proj.weight"
     report = probe(engine_model(tensors), tensors, {key: tensor for key, tensor in tensors.items() if key != name})
     assert "not all of its tensors arrived" in report.mismatched[name]
 
 
-def test_without_an_observed_update_quantized_layers_are_reported() -> None:
-    tensors = trainer_tensors()
+def test_without_an_observed_update_quantized_layers_are_reported(tensors) -> None:
     metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     answer = engine_weights(engine_model(tensors), metas, torch.bfloat16)
     assert [entry.split(" ")[0] for entry in answer["unaccounted"]] == [

@@ -132,9 +132,13 @@ def probe(models: list[Any], tensors: dict[str, torch.Tensor], dtype: torch.dtyp
     return compare(sent={n: to_hex(fingerprint(t.to(dtype))) for n, t in tensors.items()}, loaded=loaded)
 
 
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return trainer_tensors()
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_tensor_is_found_at_any_tensor_parallel_size(size: int) -> None:
-    tensors = trainer_tensors()
+def test_every_tensor_is_found_at_any_tensor_parallel_size(tensors, size: int) -> None:
     report = probe([engine_model(tensors, rank, size) for rank in range(size)], tensors)
     assert report.ok, str(report)
     assert report.num_tensors == len(tensors)
@@ -142,24 +146,21 @@ def test_every_tensor_is_found_at_any_tensor_parallel_size(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", list(trainer_tensors()))
-def test_one_old_tensor_on_one_rank_is_named_and_no_other(size: int, name: str) -> None:
-    tensors = trainer_tensors()
+def test_one_old_tensor_on_one_rank_is_named_and_no_other(tensors, size: int, name: str) -> None:
     stale = {**tensors, name: trainer_tensors(seed=1)[name]}
     models = [engine_model(stale if rank == 0 else tensors, rank, size) for rank in range(size)]
     assert list(probe(models, tensors).mismatched) == [name]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_exchanged_slices_of_a_fused_projection_are_named(size: int) -> None:
-    tensors = trainer_tensors()
+def test_exchanged_slices_of_a_fused_projection_are_named(tensors, size: int) -> None:
     k, v = "model.layers.0.attn.k_proj.weight", "model.layers.0.attn.v_proj.weight"
     swapped = {**tensors, k: tensors[v], v: tensors[k]}
     report = probe([engine_model(swapped, rank, size) for rank in range(size)], tensors)
     assert set(report.mismatched) == {k, v}
 
 
-def test_ranks_that_hold_each_others_part_are_caught() -> None:
-    tensors = trainer_tensors()
+def test_ranks_that_hold_each_others_part_are_caught(tensors) -> None:
     models = [engine_model(tensors, rank, 2) for rank in range(2)]
     first, second = (m.model.layers[0].mlp.down_proj for m in models)
     first.weight, second.weight = second.weight, first.weight
@@ -202,8 +203,7 @@ def test_a_bias_that_the_engine_widened_is_matched_exactly_or_reported() -> None
     assert "do not fit" in probe([model], {"proj.bias": bias}, torch.bfloat16).mismatched["proj.bias"]
 
 
-def test_a_parameter_that_nothing_was_sent_for_is_reported() -> None:
-    tensors = trainer_tensors()
+def test_a_parameter_that_nothing_was_sent_for_is_reported(tensors) -> None:
     sent = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
     report = probe([engine_model(tensors, 0, 1)], sent)
     assert report.unaccounted == ["model.layers.0.mlp.gate_up_proj.weight"]
@@ -211,9 +211,8 @@ def test_a_parameter_that_nothing_was_sent_for_is_reported() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_projection_that_checkpoints_fuse_too_is_divided_as_the_engine_divides_its_parts(size: int) -> None:
+def test_a_projection_that_checkpoints_fuse_too_is_divided_as_the_engine_divides_its_parts(tensors, size: int) -> None:
     """Phi-3 and GLM-4 have one `qkv_proj` or `gate_up_proj` in their files; a rank has its share of every part."""
-    tensors = trainer_tensors()
     models = [engine_model(tensors, rank, size) for rank in range(size)]
     attn, mlp = "model.layers.0.attn.", "model.layers.0.mlp."
     fused = {
@@ -228,8 +227,7 @@ def test_a_projection_that_checkpoints_fuse_too_is_divided_as_the_engine_divides
         assert list(probe(models, tensors | changed).mismatched) == [name]
 
 
-def test_keys_that_are_also_the_values_are_looked_for_in_both_places() -> None:
-    tensors = trainer_tensors()
+def test_keys_that_are_also_the_values_are_looked_for_in_both_places(tensors) -> None:
     attn = "model.layers.0.attn."
     tensors |= {f"{attn}v_proj.{kind}": tensors[f"{attn}k_proj.{kind}"] for kind in ("weight", "bias")}
     models = [engine_model(tensors, rank, 2) for rank in range(2)]
@@ -260,8 +258,7 @@ class Renames:
         return None if name.startswith("mtp.") else name.replace("model.language_model.", "language_model.model.")
 
 
-def test_layers_that_are_fused_by_the_engines_table_alone_are_found() -> None:
-    tensors = trainer_tensors()
+def test_layers_that_are_fused_by_the_engines_table_alone_are_found(tensors) -> None:
     model = engine_model(tensors, 0, 1)
     model.packed_modules_mapping = {}
     fused = {f".{kind}_proj": (".qkv_proj", kind) for kind in "qkv"}
