@@ -4,8 +4,6 @@ Two raylets on this machine, each at its own loopback address, report GPUs. Ray 
 isolation and addresses are those of two machines; nothing computes on a GPU.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`telescope doctor --cluster` compares the nodes of a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rollout workers as Ray actors, with user code that ends, blocks or fills their process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -152,7 +150,7 @@ def num_processes(word: str) -> int:
     return sum(word in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(ground: Ground, tmp_path: Path) -> None:
+async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         groups = await run.run(*[FINE] * 50, samples=4)
         assert rewards(groups) == [1.0] * 200
@@ -164,9 +162,7 @@ async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(g
 @pytest.mark.parametrize(
     ("deed", "how"), [("end", "exit code 7"), ("crash", "rollout worker 0 exited"), ("kill_itself", "exited")]
 )
-async def test_user_code_that_ends_its_process_three_times_fails_alone(
-    deed: str, how: str, ground: Ground, tmp_path: Path
-) -> None:
+async def test_user_code_that_ends_its_process_three_times_fails_alone(deed, how, ground, tmp_path):
     async with workers(ground, tmp_path, rollout_num_workers=2) as run:
         groups = await run.run(deed, *["wait 1"] * 20, *[FINE] * 20)
         (culprit,) = groups[0]
@@ -175,7 +171,7 @@ async def test_user_code_that_ends_its_process_three_times_fails_alone(
         assert run.num_replaced == 3
 
 
-async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(ground: Ground, tmp_path: Path) -> None:
+async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         running = asyncio.ensure_future(run.run(*["wait 2"] * 10))
         (first,) = (await run.run(FINE))[0]
@@ -189,9 +185,7 @@ async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(grou
 
 
 @pytest.mark.parametrize("deed", ["hold_the_interpreter", "block_in_a_task 3600"])
-async def test_user_code_that_blocks_its_process_is_found_by_its_silence(
-    deed: str, ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_user_code_that_blocks_its_process_is_found_by_its_silence(deed, ground, tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_group, "SILENCE_SECONDS", 1.0)
     async with workers(ground, tmp_path, environment_timeout_seconds=2.0) as run:
         groups = await run.run(deed, *[FINE] * 5)
@@ -201,9 +195,7 @@ async def test_user_code_that_blocks_its_process_is_found_by_its_silence(
 
 
 @pytest.mark.parametrize("deed", ["sleep 3600", "wait_whatever_happens"])
-async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_idle(
-    deed: str, ground: Ground, tmp_path: Path
-) -> None:
+async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_idle(deed, ground, tmp_path):
     async with workers(ground, tmp_path, environment_timeout_seconds=2.0) as run:
         groups = await run.run(deed, *["wait 1"] * 5)
         assert "did not end within 2 seconds" in (groups[0][0].failure_message or "")
@@ -212,7 +204,7 @@ async def test_a_hanging_call_fails_alone_and_its_worker_is_replaced_when_it_is_
         assert rewards(await run.run(FINE)) == [1.0]
 
 
-async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground: Ground, tmp_path: Path) -> None:
+async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         groups = await run.run("fork_and_wait", *[FINE] * 5)
         assert rewards(groups) == [1.0] * 6
@@ -220,7 +212,7 @@ async def test_a_copy_forked_by_a_coroutine_ends_with_its_first_wait(ground: Gro
         assert len(pids) == 1 and run.num_replaced == 0
 
 
-async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Ground, tmp_path: Path) -> None:
+async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run("print", FINE)) == [1.0, 1.0]
         assert b"no newline" in run.log() and b"from a child" in run.log()
@@ -231,7 +223,7 @@ async def test_output_of_user_code_goes_to_the_log_which_is_rotated(ground: Grou
         assert log.with_name("rollout-0.log.1").stat().st_size <= rollout_group.MAX_LOG_BYTES
 
 
-async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground, tmp_path: Path) -> None:
+async def test_user_code_that_allocates_without_limit_fails_alone(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         (first,) = (await run.run(FINE))[0]
         assert first.reward is not None
@@ -245,13 +237,13 @@ async def test_user_code_that_allocates_without_limit_fails_alone(ground: Ground
         assert rewards(groups[1:]) == [1.0] * 5 and run.num_replaced == 0
 
 
-async def test_workers_that_end_too_often_end_the_run(ground: Ground, tmp_path: Path) -> None:
+async def test_workers_that_end_too_often_end_the_run(ground, tmp_path):
     async with workers(ground, tmp_path, rollout_max_restarts=1) as run:
         with pytest.raises(InfrastructureError, match="after 1 rollout workers already"):
             await run.run("end", FINE)
 
 
-async def test_a_dataset_that_differs_between_processes_is_refused(ground: Ground, tmp_path: Path) -> None:
+async def test_a_dataset_that_differs_between_processes_is_refused(ground, tmp_path):
     config = config_of(ground.folder, rollout_num_workers=2)
     group = RolloutGroup(config, [EnvironmentSpec("echo", {"random_order": True})], tmp_path, ground.cluster)
     with pytest.raises(UserError, match="different dataset in each process"):
@@ -259,7 +251,7 @@ async def test_a_dataset_that_differs_between_processes_is_refused(ground: Groun
     await group.stop()
 
 
-async def test_a_worker_that_still_loads_is_ended_at_once(ground: Ground, tmp_path: Path) -> None:
+async def test_a_worker_that_still_loads_is_ended_at_once(ground, tmp_path):
     spec = EnvironmentSpec("reserved_by_each", {"notes": str(tmp_path / "notes"), "seconds": 3600})
     group = RolloutGroup(config_of(ground.folder), [spec], tmp_path, ground.cluster)
     starting = asyncio.ensure_future(group.start())
@@ -270,7 +262,7 @@ async def test_a_worker_that_still_loads_is_ended_at_once(ground: Ground, tmp_pa
     assert time.monotonic() - began < group.stop_seconds / 2
 
 
-async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Ground, tmp_path: Path) -> None:
+async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground, tmp_path):
     async with workers(ground, tmp_path) as run:
         assert rewards(await run.run(f"double_fork {tmp_path}")) == [1.0]
         daemon = psutil.Process(int((tmp_path / "pid").read_text()))
@@ -279,7 +271,7 @@ async def test_a_process_that_left_its_worker_is_known_to_the_reaper(ground: Gro
 
 
 @pytest.mark.sandbox
-async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground: Ground, tmp_path: Path) -> None:
+async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground, tmp_path):
     async with workers(ground, tmp_path, "boxed") as run:
         running = asyncio.ensure_future(run.run(*["sleep 4.65831"] * 4))
         await eventually(lambda: num_processes("sleep 4.65831") >= 2)
@@ -298,7 +290,7 @@ async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground: Gr
 
 
 @pytest.mark.sandbox
-async def test_a_sandbox_that_is_lost_masks_its_sample(ground: Ground, tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_lost_masks_its_sample(ground, tmp_path):
     async with workers(ground, tmp_path, "boxed") as run:
         groups = await run.run("kill -9 -1; sleep 5", "true")
         (lost,), (fine,) = groups
@@ -308,9 +300,7 @@ async def test_a_sandbox_that_is_lost_masks_its_sample(ground: Ground, tmp_path:
 
 
 @pytest.mark.sandbox
-async def test_what_a_worker_does_with_sandboxes_is_recorded(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_worker_does_with_sandboxes_is_recorded(ground, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox_rows, "GAUGE_SECONDS", 0.0)
     calls = [
         {"name": "shell", "arguments": {"command": "echo hi"}},

@@ -1,7 +1,5 @@
 """Placement of a run's workers on two Ray nodes, and their environment."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -109,9 +107,7 @@ def look_around(config: TelescopeConfig, placement: Placement) -> tuple[list[dic
     ("strategy", "workers", "on_each_node"),
     [("PACK", 4, [4]), ("STRICT_PACK", 4, [4]), ("SPREAD", 2, [1, 1]), ("STRICT_SPREAD", 2, [1, 1])],
 )
-async def test_each_strategy_places_the_workers_accordingly(
-    two_nodes: TwoNodes, role: str, strategy: str, workers: int, on_each_node: list[int]
-) -> None:
+async def test_each_strategy_places_the_workers_accordingly(two_nodes, role, strategy, workers, on_each_node):
     (opposite,) = {*ROLES} - {role}
     config = config_of(
         **{f"{role}_num_workers": workers, f"ray_{role}_placement_strategy": strategy, f"{opposite}_num_workers": 2}
@@ -121,7 +117,7 @@ async def test_each_strategy_places_the_workers_accordingly(
         assert sorted(Counter(nodes).values()) == on_each_node
 
 
-async def test_workers_that_need_one_node_are_reserved_first(two_nodes: TwoNodes) -> None:
+async def test_workers_that_need_one_node_are_reserved_first(two_nodes):
     """Four that are spread would leave no node whole for four that must be together."""
     for role in ROLES:
         (opposite,) = {*ROLES} - {role}
@@ -137,9 +133,7 @@ async def test_workers_that_need_one_node_are_reserved_first(two_nodes: TwoNodes
             assert len(set(together)) == 1
 
 
-async def test_workers_see_distinct_gpus_and_a_tensor_parallel_server_is_on_one_node(
-    two_nodes: TwoNodes,
-) -> None:
+async def test_workers_see_distinct_gpus_and_a_tensor_parallel_server_is_on_one_node(two_nodes):
     config = config_of(
         inference_num_workers=4, inference_tensor_parallel_size=2, trainer_num_workers=2,
         ray_inference_placement_strategy="SPREAD", ray_trainer_placement_strategy="SPREAD",
@@ -158,9 +152,7 @@ async def test_workers_see_distinct_gpus_and_a_tensor_parallel_server_is_on_one_
     assert not network.broadcast_on_loopback
 
 
-async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(
-    two_nodes: TwoNodes,
-) -> None:
+async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(two_nodes):
     config = config_of(
         inference_num_workers=2, trainer_num_workers=2, share_gpus=True, ray_inference_placement_strategy="PACK"
     )
@@ -191,18 +183,14 @@ async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(
         ),
     ],
 )
-async def test_a_placement_that_can_never_fit_is_refused_before_ray_is_called(
-    two_nodes: TwoNodes, fields: dict[str, Any], words: list[str]
-) -> None:
+async def test_a_placement_that_can_never_fit_is_refused_before_ray_is_called(two_nodes, fields, words):
     with pytest.raises(PlacementError) as refused:
         async with place(config_of(**fields), two_nodes):
             pass
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-async def test_gpus_of_another_run_are_waited_for_until_the_deadline_and_nothing_stays_reserved(
-    two_nodes: TwoNodes,
-) -> None:
+async def test_gpus_of_another_run_are_waited_for_until_the_deadline_and_nothing_stays_reserved(two_nodes):
     second = config_of(inference_num_workers=2, trainer_num_workers=2, ray_placement_timeout_s=1)
     async with place(config_of(inference_num_workers=3, trainer_num_workers=3), two_nodes):
         with pytest.raises(DeadlineExceeded, match=r"trainer workers.* ray_placement_timeout_s = 1 s.* 0 GPUs"):
@@ -210,7 +198,7 @@ async def test_gpus_of_another_run_are_waited_for_until_the_deadline_and_nothing
                 pass
 
 
-def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes: TwoNodes) -> None:
+def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes):
     """Ray alone does not refuse it. The error names a wrong or missing token."""
     address = two_nodes.raylets.address
     assert not two_nodes.cluster.started_here
@@ -225,9 +213,7 @@ def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes: T
     assert {(node.name, node.gpus) for node in two_nodes.cluster.resources.nodes} == {(HEAD, 4), (OTHER, 4)}
 
 
-def test_workers_have_the_runs_interpreter_directory_variables_and_namespace(
-    two_nodes: TwoNodes, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_have_the_runs_interpreter_directory_variables_and_namespace(two_nodes, capfd):
     actor = make_actor(Witness, {"num_cpus": 0.1}).remote()
     seen = ray.get(actor.look.remote(), timeout=120)
     variables = seen["environment"]
@@ -254,7 +240,7 @@ def wait_for_words(capfd: pytest.CaptureFixture[str], words: str) -> None:
         printed += captured.out + captured.err
 
 
-async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_their_nodes(two_nodes: TwoNodes) -> None:
+async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_their_nodes(two_nodes):
     """Real ranks, on CPUs: the store, gloo, and the listener for an engine of each rank."""
     config = config_of(
         device="cpu", model=str(MODEL), trainer_num_workers=2, inference_num_workers=2, trainer_threads=1,
@@ -277,9 +263,7 @@ async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_th
         await group.stop()
 
 
-async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_warning(
-    two_nodes: TwoNodes, tmp_path: Path
-) -> None:
+async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_warning(two_nodes, tmp_path):
     """The second node is gone afterwards."""
     here, there = (f"{socket.gethostname()} ({address})" for address in (HEAD, OTHER))
     config = config_of(
@@ -308,7 +292,7 @@ async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_
     assert memory[here] == memory[there] > 0, "they are one machine, after all"
 
 
-async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nodes: TwoNodes) -> None:
+async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nodes):
     """Real ranks, on CPUs. The node that is lost was added for this test."""
     raylets = two_nodes.raylets
     added = raylets.add_node(num_cpus=4, num_gpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.4")
@@ -340,7 +324,7 @@ async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nod
         placement.remove()
 
 
-async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes: TwoNodes, tmp_path: Path) -> None:
+async def test_rollout_workers_are_on_both_nodes_and_go_on_with_one(two_nodes, tmp_path):
     raylets = two_nodes.raylets
     added = raylets.add_node(num_cpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.5")
     save_byte_tokenizer(tmp_path / "tokenizer")
@@ -399,9 +383,7 @@ async def test_reap_finds_the_sandboxes_of_a_lost_node_without_its_file(
             await asyncio.sleep(0.05)
 
 
-def test_ray_shutdown_on_exit_stops_the_joined_cluster_and_nothing_else(
-    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_shutdown_on_exit_stops_the_joined_cluster_and_nothing_else(two_nodes, monkeypatch):
     """Last in this file: nothing is left afterwards, not even of what is deaf to SIGTERM. Nothing is killed that would
     have ended by itself."""
     killed: list[int] = []

@@ -1,7 +1,5 @@
 """Answers are parsed as vLLM's own parsers do, for the families that both know."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine client over real HTTP, against the fake engine behind the real middlewares."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Real processes: the fake engine under the supervisor that runs vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -97,7 +95,7 @@ def engine_pids(group: int) -> list[int]:
     return [pid for pid in group_members(group) if pid != group]
 
 
-def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
+def test_start_answers_and_stop_leaves_no_process(make_server):
     server = make_server()
     info = server.start()
     assert server.status().state == "ready"
@@ -110,7 +108,7 @@ def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
     server.stop()  # twice is fine
 
 
-async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make_server) -> None:
+async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make_server):
     server = make_server()
     info = server.start()
     old = engine_pids(info.pid)
@@ -129,9 +127,7 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
     await client.close()
 
 
-def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(tmp_path, monkeypatch):
     """By then the trainer is on the GPU, and vLLM could measure nothing there (`kv_cache_of_a_restart`)."""
     shared = ["--environments", '[{"name": "countdown"}]', "--share_gpus=true"]
     config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
@@ -157,7 +153,7 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     assert given == [None, int(7.5 * 2**30) - ROUNDING_BYTES]
 
 
-def test_an_engine_that_keeps_exiting_is_given_up(make_server) -> None:
+def test_an_engine_that_keeps_exiting_is_given_up(make_server):
     server = make_server()
     info = server.start()
     seen: set[int] = set()
@@ -176,7 +172,7 @@ def test_an_engine_that_keeps_exiting_is_given_up(make_server) -> None:
     wait_for(lambda: not any(group_members(pid) for pid in seen), "end of all groups")
 
 
-def test_a_killed_shim_ends_the_engine(make_server) -> None:
+def test_a_killed_shim_ends_the_engine(make_server):
     server = make_server(limits=SupervisionLimits(start_timeout=30, stop_grace=1, max_restarts=0))
     info = server.start()
     os.kill(info.pid, signal.SIGKILL)
@@ -184,9 +180,7 @@ def test_a_killed_shim_ends_the_engine(make_server) -> None:
     wait_for(lambda: group_members(info.pid) == [], "end of the group")
 
 
-def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(
-    make_server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(make_server, monkeypatch):
     monkeypatch.setattr("telescope.inference.server.HEALTH_TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
     limits = SupervisionLimits(start_timeout=60, stop_grace=3, unhealthy_seconds=2, first_backoff=0.05)
@@ -223,7 +217,7 @@ time.sleep(600)
 """
 
 
-def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config, tmp_path: Path) -> None:
+def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config, tmp_path):
     """As vLLM's server does that has lost one of several workers."""
     port = free_port()
     patient = replace(QUICK, unhealthy_seconds=1000)
@@ -263,9 +257,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_f
     ("body", "words"),
     [("", "HTTP 503: its engine has exited"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs")],
 )
-def test_the_engines_own_error_is_the_reason_for_its_restart(
-    config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
-) -> None:
+def test_the_engines_own_error_is_the_reason_for_its_restart(config, tmp_path, monkeypatch, body, words):
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
     port = free_port()
     command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
@@ -287,14 +279,14 @@ def test_the_engines_own_error_is_the_reason_for_its_restart(
         server.stop()
 
 
-def test_a_killed_shim_ends_a_command_that_does_not_watch_yet(tmp_path: Path) -> None:
+def test_a_killed_shim_ends_a_command_that_does_not_watch_yet(tmp_path):
     process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     wait_for(lambda: len(group_members(process.pid)) == 2, "start of the command")
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: group_members(process.pid) == [], "end of the group")
 
 
-def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server) -> None:
+def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server):
     server = make_server(FakeEngineSettings(fail_start="ValueError: No available memory for the cache blocks."))
     started = time.monotonic()
     with pytest.raises(EngineStartError) as failure:
@@ -306,7 +298,7 @@ def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server) -> None:
     assert server.status().state == "failed"
 
 
-def test_a_start_that_takes_too_long_is_ended(make_server) -> None:
+def test_a_start_that_takes_too_long_is_ended(make_server):
     limits = SupervisionLimits(start_timeout=1.0, stop_grace=1.0)
     server = make_server(FakeEngineSettings(start_seconds=60), limits)
     with pytest.raises(EngineStartError, match="inference_start_timeout_seconds"):
@@ -315,7 +307,7 @@ def test_a_start_that_takes_too_long_is_ended(make_server) -> None:
     assert group_members(server._process.pid) == []
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(make_server) -> None:
+def test_a_port_in_use_is_refused_before_anything_starts(make_server):
     first = make_server()
     first.start()
     second = make_server(port=first.address.port)
@@ -324,7 +316,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(make_server) -> None:
     assert second._process is None
 
 
-def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
+def test_a_port_is_reserved_when_a_server_begins_to_start(make_server):
     """Long before vLLM binds it: a second run that starts meanwhile must not find out after its own vLLM has loaded."""
     first = make_server(FakeEngineSettings(start_seconds=600))
     starting = threading.Thread(target=pytest.raises, args=(EngineStartError, first.start))
@@ -341,7 +333,7 @@ def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
     assert listen_problem("127.0.0.1", first.address.port) is None
 
 
-def test_a_failed_start_releases_the_port(make_server) -> None:
+def test_a_failed_start_releases_the_port(make_server):
     server = make_server(FakeEngineSettings(fail_start="ValueError: no"))
     with pytest.raises(EngineStartError):
         server.start()
@@ -365,7 +357,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_engine_exits_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+def test_the_engine_exits_with_its_parent(tmp_path, how):
     port = free_port()
     command = [sys.executable, "-m", "tests.fakes.server", "--port", str(port)]
     command += ["--settings", '{"spawn_child": true}']
@@ -380,7 +372,7 @@ def test_the_engine_exits_with_its_parent(tmp_path: Path, how: signal.Signals) -
     parent.stdout.close()
 
 
-def test_a_ready_server_reports_metrics_only_with_the_secret(make_server) -> None:
+def test_a_ready_server_reports_metrics_only_with_the_secret(make_server):
     server = make_server()
     assert server.metrics_text() is None
     server.start()

@@ -1,7 +1,5 @@
 """Conversations through the real loops and environments, against a fake engine."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.engine import FakeEngineSettings
-from tests.integration.orchestrator.harness import Ground, Harness, harness
+from tests.integration.orchestrator.harness import Harness, harness
 from transformers import AutoTokenizer
 
 from telescope.record.reader import Run
@@ -40,7 +38,7 @@ def trained(run: Harness) -> dict[str, tuple[list[int], list[int]]]:
     return samples
 
 
-async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, tmp_path: Path) -> None:
+async def test_the_trained_tokens_are_those_of_the_conversation(ground, tmp_path):
     async with harness(ground, tmp_path, **ROUNDS) as run:
         await run.run()
         batches = trained(run)
@@ -69,9 +67,7 @@ async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, 
         assert row["environment_tokens"] == len(ids) - len(sampled) - row["prompt_tokens"]
 
 
-async def test_without_interleaving_every_turn_is_a_sample_with_the_advantage_of_the_whole(
-    ground: Ground, tmp_path: Path
-) -> None:
+async def test_without_interleaving_every_turn_is_a_sample_with_the_advantage_of_the_whole(ground, tmp_path):
     async with harness(ground, tmp_path, interleaved_rollouts=False, **ROUNDS) as run:
         await run.run()
         steps = run.trainer.steps
@@ -87,9 +83,7 @@ async def test_without_interleaving_every_turn_is_a_sample_with_the_advantage_of
     assert all(len(values) == 1 for values in parts.values())
 
 
-async def test_a_conversation_that_runs_out_of_context_is_scored_as_far_as_it_went(
-    ground: Ground, tmp_path: Path
-) -> None:
+async def test_a_conversation_that_runs_out_of_context_is_scored_as_far_as_it_went(ground, tmp_path):
     rounds = {**ROUNDS, "environments": [{"name": "rounds", "kwargs": {"max_turns": 50}}], "max_model_len": 160}
     async with harness(ground, tmp_path, **rounds) as run:
         await run.run()
@@ -100,7 +94,7 @@ async def test_a_conversation_that_runs_out_of_context_is_scored_as_far_as_it_we
     assert all(1 < row["num_turns"] < 50 for row in rows)
 
 
-async def test_evals_of_conversations_run_beside_training_at_one_version_each(ground: Ground, tmp_path: Path) -> None:
+async def test_evals_of_conversations_run_beside_training_at_one_version_each(ground, tmp_path):
     evals = [{"name": "rounds", "eval_every": 1, "kwargs": {"max_turns": 6}}]  # longer than a training step
     servers = {"inference_num_workers": 2, "eval_num_servers": 1, "number_of_steps": 10}
     async with harness(ground, tmp_path, engine=SLOW, evals=evals, record_tokens="all", **servers, **ROUNDS) as run:

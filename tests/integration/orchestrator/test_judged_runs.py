@@ -1,7 +1,5 @@
 """A judge that fails half of the time costs samples, and trains nothing wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

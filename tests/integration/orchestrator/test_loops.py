@@ -1,14 +1,12 @@
 """The loops against a fake engine: trained samples, masked samples, and ends of runs."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
 import pytest
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.run import FakeTrainer
-from tests.integration.orchestrator.harness import Ground, Harness, harness
+from tests.integration.orchestrator.harness import Harness, harness
 
 from telescope.record.reader import Run
 
@@ -28,7 +26,7 @@ def greatest_staleness(run_dir: Path) -> list[float]:
     return [dict(metrics)["staleness/steps/max"] for metrics in Run(run_dir).table("steps")["metrics"].to_pylist()]
 
 
-async def test_a_run_trains_every_step_and_accounts_for_every_prompt(ground: Ground, tmp_path: Path) -> None:
+async def test_a_run_trains_every_step_and_accounts_for_every_prompt(ground, tmp_path):
     async with harness(ground, tmp_path) as run:
         await run.run()
         ledger = run.orchestrator.ledger
@@ -45,14 +43,14 @@ async def test_a_run_trains_every_step_and_accounts_for_every_prompt(ground: Gro
     assert {row["step"] for row in kept} == {0, 1, 2, 3, 4}
 
 
-async def test_synchronous_mode_trains_only_on_samples_of_the_newest_weights(ground: Ground, tmp_path: Path) -> None:
+async def test_synchronous_mode_trains_only_on_samples_of_the_newest_weights(ground, tmp_path):
     async with harness(ground, tmp_path, engine=SLOW, max_async_rollout=0) as run:
         await run.run()
         assert [run.trainer.oldest_version(step) for step in range(5)] == [0, 1, 2, 3, 4]
     assert set(greatest_staleness(tmp_path)) == {0}
 
 
-async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(ground: Ground, tmp_path: Path) -> None:
+async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(ground, tmp_path):
     seen = []
     for name in ("one", "two"):
         async with harness(ground, tmp_path / name, engine=SLOW, max_async_rollout=0, seed=7) as run:
@@ -64,7 +62,7 @@ async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(ground:
     assert seen[0] == seen[1]
 
 
-async def test_generation_continues_while_the_trainer_works(ground: Ground, tmp_path: Path) -> None:
+async def test_generation_continues_while_the_trainer_works(ground, tmp_path):
     async with harness(
         ground, tmp_path, engine=SLOW, trainer=FakeTrainer(seconds=0.3), max_async_rollout=2, number_of_steps=6
     ) as run:
@@ -72,9 +70,7 @@ async def test_generation_continues_while_the_trainer_works(ground: Ground, tmp_
     assert 1 <= max(greatest_staleness(tmp_path)) <= 2 + 1
 
 
-async def test_groups_with_equal_rewards_are_replaced_and_only_such_groups_stop_the_run(
-    ground: Ground, tmp_path: Path
-) -> None:
+async def test_groups_with_equal_rewards_are_replaced_and_only_such_groups_stop_the_run(ground, tmp_path):
     async with harness(ground, tmp_path, environment={"always": 1.0}) as run:
         with pytest.raises(RuntimeError, match=r"40 consecutive groups .*40 all positive"):
             await run.run()
@@ -85,13 +81,13 @@ async def test_groups_with_equal_rewards_are_replaced_and_only_such_groups_stop_
         assert not run.trainer.steps
 
 
-async def test_equal_rewards_are_trained_if_configured(ground: Ground, tmp_path: Path) -> None:
+async def test_equal_rewards_are_trained_if_configured(ground, tmp_path):
     async with harness(ground, tmp_path, environment={"always": 1.0}, discard_group_zero_advantage=False) as run:
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
 
 
-async def test_an_environment_failure_masks_its_sample_and_nothing_else(ground: Ground, tmp_path: Path) -> None:
+async def test_an_environment_failure_masks_its_sample_and_nothing_else(ground, tmp_path):
     environment = {"fault": "raise", "fault_every": 16, "num_samples": 16}
     async with harness(ground, tmp_path, environment=environment, environment_error_budget=0.9) as run:
         await run.run()
@@ -104,7 +100,7 @@ async def test_an_environment_failure_masks_its_sample_and_nothing_else(ground: 
     assert all(row["failure_kind"] == "environment" and row["reward"] is None for row in masked)
 
 
-async def test_a_reward_that_never_returns_is_masked_while_the_run_continues(ground: Ground, tmp_path: Path) -> None:
+async def test_a_reward_that_never_returns_is_masked_while_the_run_continues(ground, tmp_path):
     async with harness(
         ground, tmp_path, environment={"fault": "hang", "fault_every": 16, "num_samples": 16},
         environment_timeout_seconds=0.5, number_of_steps=4, environment_error_budget=0.9,
@@ -114,7 +110,7 @@ async def test_a_reward_that_never_returns_is_masked_while_the_run_continues(gro
         assert run.worker.num_restarts > 0
 
 
-async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(ground: Ground, tmp_path: Path) -> None:
+async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(ground, tmp_path):
     async with harness(ground, tmp_path, engine=SLOW, number_of_steps=8) as run:
 
         async def kill_twice() -> None:
@@ -131,9 +127,7 @@ async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(gro
 
 
 @pytest.mark.parametrize("loop", ["_prompt_loop", "_dispatch_loop", "_sample", "_batch_loop", "_train_loop", "sync"])
-async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
-    loop: str, ground: Ground, tmp_path: Path
-) -> None:
+async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(loop, ground, tmp_path):
     async with harness(ground, tmp_path) as run:
         target = {
             "_prompt_loop": (run.environments, "prepare"),
@@ -152,7 +146,7 @@ async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
             await run.run()
 
 
-async def test_a_stop_request_ends_the_run_after_the_current_step(ground: Ground, tmp_path: Path) -> None:
+async def test_a_stop_request_ends_the_run_after_the_current_step(ground, tmp_path):
     async with harness(ground, tmp_path, number_of_steps=1000, trainer=FakeTrainer(seconds=0.05)) as run:
 
         async def stop() -> None:
@@ -166,7 +160,7 @@ async def test_a_stop_request_ends_the_run_after_the_current_step(ground: Ground
         assert run.orchestrator.ledger.is_balanced()
 
 
-async def test_running_samples_are_visible_while_the_run_is_live(ground: Ground, tmp_path: Path) -> None:
+async def test_running_samples_are_visible_while_the_run_is_live(ground, tmp_path):
     very_slow = FakeEngineSettings(mean_tokens=12, tokens_per_second=8, vocabulary=300, end_token=None)
     async with harness(ground, tmp_path, engine=very_slow, number_of_steps=2) as run:
         seen: set[str] = set()

@@ -1,7 +1,5 @@
 """The agent that `telescope envs new --kind agent` writes can be trained as it is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One-rank trainers in the test's own process, and the models they load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

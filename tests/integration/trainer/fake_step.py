@@ -4,8 +4,6 @@ One rank of any number, whose collectives do nothing. What a GPU does otherwise 
 torch's own attention kernel, products that sum up in float32 without copies, logits cut into blocks of the vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ saved, after two random matrices for each layer (`adapter/`), the logprobs of `T
 their sum (`gradient/`), and the weights after `merge_and_unload` (`merged/`).
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

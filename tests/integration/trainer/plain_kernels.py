@@ -1,7 +1,5 @@
 """FlashAttention's kernels written out, so that blocks are compiled on the CPU as they are on a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 The two ranks have rows of their own, or share each row (context parallelism).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled and recomputed blocks give the same step, and recompute what they are asked to."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

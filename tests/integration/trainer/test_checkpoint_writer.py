@@ -1,7 +1,5 @@
 """The process that writes the checkpoints of a rank."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

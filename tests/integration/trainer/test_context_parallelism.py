@@ -3,8 +3,6 @@
 That gradients and metrics of every algorithm are those of one rank is shown in `test_algorithms_on_two_ranks`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints become Hugging Face models with the trainer's logprobs, bit for bit, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

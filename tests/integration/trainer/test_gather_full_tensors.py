@@ -1,7 +1,5 @@
 """Whole tensors out of shards on three real ranks: bit for bit what torch gathers one by one, in fewer collectives."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -72,9 +70,7 @@ def by_dtype(models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any,
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_rank_gets_every_tensor_bit_for_bit_in_order(
-    by_dtype: dict[Any, list[dict[str, Any]]], dtype: torch.dtype | None, group: str
-) -> None:
+def test_every_rank_gets_every_tensor_bit_for_bit_in_order(by_dtype, dtype, group):
     for found in by_dtype[dtype]:
         expected, ours = found["by torch"], found[group]["tensors"]
         assert list(ours) == list(expected)
@@ -84,7 +80,7 @@ def test_every_rank_gets_every_tensor_bit_for_bit_in_order(
             assert torch.equal(ours[name], tensor), name
 
 
-def test_tensors_travel_together_and_as_what_they_were_cast_to(by_dtype: dict[Any, list[dict[str, Any]]]) -> None:
+def test_tensors_travel_together_and_as_what_they_were_cast_to(by_dtype):
     plain, half = by_dtype[None][0], by_dtype[torch.bfloat16][0]
     counts = [len(plain[group]["received"]) for group in GROUPS]
     assert counts[0] > counts[1] > counts[2] == 3, "one between each two that cannot travel with others"

@@ -1,7 +1,5 @@
 """When weights are gathered changes no number, and nothing stays whole that need not."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What each algorithm does to one model over stored rollouts: losses and gradient norms as committed."""
 
-from __future__ import annotations
-
 import pytest
 from tests.integration.trainer.golden.replay import CASES, NUM_STEPS, departures, load_curves, replay
 

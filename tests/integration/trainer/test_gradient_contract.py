@@ -1,7 +1,5 @@
 """The loss contract: one sum over all trained tokens divided by one global count, whatever the packing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Adapters compute what peft computes, on one rank and on two, and are what a run trains, saves and resumes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -143,9 +141,7 @@ def results(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_gradients_and_merged_weights_are_those_of_peft(
-    results: dict[Any, Any], case: str, num_ranks: int
-) -> None:
+def test_logprobs_gradients_and_merged_weights_are_those_of_peft(results, case, num_ranks):
     found = results[num_ranks][case]
     torch.testing.assert_close(found["logprobs"], golden(case, "logprobs")[""], rtol=0, atol=1e-12)
     assert relative_error(found["gradient"], golden(case, "gradient")) < 1e-12
@@ -155,15 +151,13 @@ def test_logprobs_gradients_and_merged_weights_are_those_of_peft(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_that_share_rows_compute_the_gradient_of_adapters(
-    results: dict[Any, Any], source: str, num_ranks: int
-) -> None:
+def test_ranks_that_share_rows_compute_the_gradient_of_adapters(results, source, num_ranks):
     gradient, a = results[num_ranks]["rows shared"]
     follows_full_gradient(gradient, a, reference_gradient(source, make_samples(LENGTHS), 1.0), 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_file_of_an_adapter_is_the_one_that_peft_writes(results: dict[Any, Any], case: str) -> None:
+def test_the_file_of_an_adapter_is_the_one_that_peft_writes(results, case):
     folder = results[2]["folder"] / case
     saved = load_file(folder / "adapter_model.safetensors")
     wanted = golden(case, "adapter")
@@ -177,7 +171,7 @@ def test_the_file_of_an_adapter_is_the_one_that_peft_writes(results: dict[Any, A
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_resumed_run_with_dropout_is_bit_equal(results: dict[Any, Any], num_ranks: int) -> None:
+def test_a_resumed_run_with_dropout_is_bit_equal(results, num_ranks):
     found = results[num_ranks]["trained"]
     start, trained = found["start"], found["weights_2"]
     moved = {name for name in start if not torch.equal(start[name], trained[name])}
@@ -189,15 +183,13 @@ def test_a_resumed_run_with_dropout_is_bit_equal(results: dict[Any, Any], num_ra
         assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items()), one
 
 
-def test_a_checkpoint_holds_the_adapter_alone(results: dict[Any, Any]) -> None:
+def test_a_checkpoint_holds_the_adapter_alone(results):
     saved = saved_weights(results[2]["folder"] / "checkpoint")
     adapter = load_file(results[2]["folder"] / "adapter" / "adapter_model.safetensors")
     assert {FILE_PREFIX + meta.name.removeprefix(PREFIX) for meta in saved} == adapter.keys()
 
 
-def test_a_checkpoint_converts_to_the_merged_model_and_to_the_adapter(
-    results: dict[Any, Any], source: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_converts_to_the_merged_model_and_to_the_adapter(results, source, tmp_path):
     folder = results[2]["folder"]
     checkpoint = folder / "checkpoint"
     settings = {"model": source, "model_dtype": "float64", "lora_dropout": 0.2, "lora_target_modules": "all-linear"}
@@ -221,9 +213,7 @@ def test_a_checkpoint_converts_to_the_merged_model_and_to_the_adapter(
         convert(checkpoint, tmp_path / "again")
 
 
-def test_an_adapter_converts_in_any_folder_and_over_the_weights_of_its_run_only(
-    results: dict[Any, Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_converts_in_any_folder_and_over_the_weights_of_its_run_only(results, source, tmp_path, monkeypatch):
     shutil.copytree(source, tmp_path / "models" / "base")
     shutil.copytree(results[2]["folder"] / "checkpoint", checkpoint := tmp_path / "runs" / "first" / "step_2")
     settings = {**FIELDS, "model": "models/base", "model_dtype": "float64", "lora_target_modules": "all-linear"}
@@ -259,7 +249,7 @@ def test_an_adapter_converts_in_any_folder_and_over_the_weights_of_its_run_only(
     (["lm_head"], "'lm_head' matches lm_head, not linear layers"),
     (r"model\.(norm|layers\.0\.self_attn\.q_proj)", "also matches model.norm"),
 ])  # fmt: skip
-def test_modules_that_can_have_no_adapter_are_refused(source: str, targets: Any, message: str) -> None:
+def test_modules_that_can_have_no_adapter_are_refused(source, targets, message):
     from telescope.trainer.model import PolicyModel, load_causal_lm
 
     policy = PolicyModel(load_causal_lm(source, torch.float64, with_weights=False), 7)

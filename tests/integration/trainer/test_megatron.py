@@ -1,7 +1,5 @@
 """Megatron's ranks compute what transformers and the FSDP backend compute, however the model is divided."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from dataclasses import dataclass

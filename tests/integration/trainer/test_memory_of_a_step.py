@@ -1,7 +1,5 @@
 """The estimate of a trainer rank's memory against a count of every tensor of a step, at the widths of real models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that would mix packed samples is computed side by side, or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ def packs(folder: Path, architecture: str, **fields: Any) -> bool:
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "jamba"])
-def test_layers_of_which_the_engine_keeps_a_function_are_refused(tmp_path: Path, architecture: str) -> None:
+def test_layers_of_which_the_engine_keeps_a_function_are_refused(tmp_path, architecture):
     with pytest.raises(UserError, match=r"has Mamba layers, .* cannot be checked"):
         packs(tmp_path, architecture, **({} if architecture == "mamba" else SMALL))
 
@@ -42,9 +40,7 @@ def test_layers_of_which_the_engine_keeps_a_function_are_refused(tmp_path: Path,
         ("nemotron", {"num_key_value_heads": 2}),
     ],
 )
-def test_convolutions_and_attention_that_cannot_be_replaced_keep_samples_apart(
-    tmp_path: Path, architecture: str, fields: dict[str, Any]
-) -> None:
+def test_convolutions_and_attention_that_cannot_be_replaced_keep_samples_apart(tmp_path, architecture, fields):
     assert not packs(tmp_path, architecture, **(SMALL | fields))
 
 
@@ -52,7 +48,7 @@ def test_convolutions_and_attention_that_cannot_be_replaced_keep_samples_apart(
     "architecture",
     ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi3", "olmo2", "mixtral", "granite"],
 )
-def test_models_of_attention_alone_are_packed(tmp_path: Path, architecture: str) -> None:
+def test_models_of_attention_alone_are_packed(tmp_path, architecture):
     assert packs(tmp_path, architecture, **SMALL, num_key_value_heads=2, pad_token_id=0)
 
 
@@ -69,7 +65,7 @@ NOT_OF_TEXT = {"musicgen", "musicgen_melody"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_OF_TEXT))
-def test_every_architecture_is_computed_right_or_refused_in_words(tmp_path: Path, architecture: str) -> None:
+def test_every_architecture_is_computed_right_or_refused_in_words(tmp_path, architecture):
     """Only what equals transformers' own numbers is accepted, so that nothing wrong is."""
     fields = SIZES.get(architecture)
     if fields is None:

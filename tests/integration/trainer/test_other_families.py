@@ -1,9 +1,6 @@
 """Families with heads, attention, experts or wrappings of their own have the gradient of their samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,9 +30,7 @@ def save(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["granite", "phi3", "glm4", "qwen2_moe", "nemotron"])
-def test_gradient_and_weights_are_those_of_transformers(
-    models: dict[str, str], one_rank: Any, tmp_path: Path, name: str
-) -> None:
+def test_gradient_and_weights_are_those_of_transformers(models, one_rank, tmp_path, name):
     models[name] = save(tmp_path, name)
     trainer = one_rank(name)
     assert trainer.backend.layout.packs is (name != "nemotron")
@@ -48,7 +43,7 @@ def test_gradient_and_weights_are_those_of_transformers(
     assert all(torch.equal(sent[part], wanted[part]) for part in wanted)
 
 
-def test_the_towers_of_a_wrapper_are_frozen_and_saved(models: dict[str, str], one_rank: Any, tmp_path: Path) -> None:
+def test_the_towers_of_a_wrapper_are_frozen_and_saved(models, one_rank, tmp_path):
     models["gemma3"] = save(tmp_path, "gemma3")
     trainer = one_rank("gemma3")
     trained = {name for name, parameter in trainer.backend.policy.named_parameters() if parameter.requires_grad}
@@ -59,9 +54,7 @@ def test_the_towers_of_a_wrapper_are_frozen_and_saved(models: dict[str, str], on
     assert any("vision_tower" in name for name, _ in trainer.backend.named_weights())
 
 
-def test_what_needs_a_shared_row_is_refused_where_there_is_none(
-    models: dict[str, str], one_rank: Any, tmp_path: Path
-) -> None:
+def test_what_needs_a_shared_row_is_refused_where_there_is_none(models, one_rank, tmp_path):
     models["nemotron"] = save(tmp_path, "nemotron")
     with pytest.raises(UserError, match=r"router_replay is set, but samples of .* cannot share a row"):
         one_rank("nemotron", router_replay=True)

@@ -1,7 +1,5 @@
 """The trainer's tokens go to the experts that the engine chose, on both backends and however a row is divided."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

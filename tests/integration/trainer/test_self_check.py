@@ -1,7 +1,5 @@
 """The measurements of a rank for `telescope verify`: right numbers, and differences where they exist."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

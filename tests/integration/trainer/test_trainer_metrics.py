@@ -1,7 +1,5 @@
 """The metrics of a training step, against plain arithmetic on the tokens of the samples."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training step: its metrics, its errors, and its effect on the weights."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Two ranks over gloo compute what one rank computes: gradients, metrics, weights, checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """A warm-up compiles all that training steps will run, and leaves no other trace."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models, batches and ranks that the trainer's integration tests share."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

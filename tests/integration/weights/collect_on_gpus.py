@@ -5,8 +5,6 @@ part the tests that run, those that are skipped, and pytest's exit code; under "
 them all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

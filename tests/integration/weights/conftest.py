@@ -1,7 +1,5 @@
 """A vLLM server that several files of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

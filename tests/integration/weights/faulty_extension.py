@@ -3,8 +3,6 @@
 It exists in the tests only: a server is started with it by name, in place of the one that it extends.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

@@ -6,7 +6,6 @@ The model has a layer with experts and one without. One server per shape, for al
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.integration.weights.vllm_server import (
@@ -56,7 +55,7 @@ def equal_within(server: Server) -> float:
 
 
 @pytest.mark.first_on_its_server
-def test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded(server: Server) -> None:
+def test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded(server):
     assert server.version == 0
     assert worst(server) < equal_within(server)
     prompt = PROBE_TOKENS[:12]
@@ -67,7 +66,7 @@ def test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loade
     assert max(abs(a - b) for a, b in zip(answer.logprobs_N.tolist(), wanted, strict=True)) < equal_within(server)
 
 
-def test_every_worker_reports_why_it_is_updated_in_place(server: Server) -> None:
+def test_every_worker_reports_why_it_is_updated_in_place(server):
     assert len(server.modes) == server.tensor_parallel
     assert not server.background
     reasons = {mode["reason"] for mode in server.modes}
@@ -77,14 +76,14 @@ def test_every_worker_reports_why_it_is_updated_in_place(server: Server) -> None
         assert all(reasons)
 
 
-def test_a_model_folder_that_every_worker_reads_is_loaded_as_by_a_sync(server: Server, tmp_path: Path) -> None:
+def test_a_model_folder_that_every_worker_reads_is_loaded_as_by_a_sync(server, tmp_path):
     disturb(server.model, seed=server.version + 1)
     server.load_folder(tmp_path)
     assert worst(server) < equal_within(server)
 
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
-def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str, bucket_mb: int) -> None:
+def test_after_a_sync_the_engine_computes_with_the_new_weights(server, mode, bucket_mb):
     before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
     disturb(server.model, seed=server.version + 1)
     done = server.sync(mode=mode, bucket_mb=bucket_mb)
@@ -114,9 +113,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
         ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, on the last worker
     ],
 )
-def test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it(
-    server: Server, fault: str, name: str, rank: int
-) -> None:
+def test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it(server, fault, name, rank):
     corrupted = server.corrupted_sync(fault, name, rank % server.tensor_parallel)
     assert not corrupted.ok
     other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
@@ -125,7 +122,7 @@ def test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repai
     server.verified_sync()
 
 
-def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
+def test_experts_that_are_not_packed_again_are_caught(server):
     if server.gpu is not None or server.tensor_parallel == 1:
         return  # a kernel that computes with the weights as they are loaded, or one that pads: there it is an error
     if parse_version(server.vllm_version) < (0, 32):
@@ -137,7 +134,7 @@ def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
     server.verified_sync()
 
 
-def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Server) -> None:
+def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server):
     disturb(server.model, seed=server.version + 1)
     with pytest.raises(InfrastructureError, match="half way"):
         server.break_off()
@@ -146,7 +143,7 @@ def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Ser
     assert worst(server) < equal_within(server)
 
 
-def test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update(server: Server) -> None:
+def test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update(server):
     disturb(server.model, seed=server.version + 1)
     server.fault("raise", rank=server.tensor_parallel - 1)
     with pytest.raises(InfrastructureError, match="on purpose"):
@@ -157,9 +154,7 @@ def test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update(serv
 
 
 @pytest.mark.last_on_its_server
-def test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server(
-    server: Server,
-) -> None:
+def test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server(server):
     started = time.monotonic()
     failure, report = server.worker_killed_in_a_sync()
     assert isinstance(failure, InfrastructureError)

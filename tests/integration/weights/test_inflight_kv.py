@@ -1,7 +1,5 @@
 """What a weight update does to requests that run through it (`inflight_kv`), on a real vLLM against transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

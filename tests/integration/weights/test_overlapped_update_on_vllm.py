@@ -54,9 +54,7 @@ def equal_within(server: Server) -> float:
 
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
-def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
-    server: Server, mode: str, bucket_mb: int
-) -> None:
+def test_after_a_background_sync_the_engine_computes_with_the_new_weights(server, mode, bucket_mb):
     assert server.background
     before = logprobs(server)
     disturb(server.model, seed=server.version + 1)
@@ -67,7 +65,7 @@ def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
     assert distance(logprobs(server), before) > 0.1
 
 
-def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) -> None:
+def test_the_engine_samples_from_the_old_weights_until_the_swap(server):
     server.verified_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
@@ -104,9 +102,7 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
         pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
     ],
 )
-def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it(
-    server: Server, fault: str, name: str
-) -> None:
+def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it(server, fault, name):
     corrupted = server.corrupted_sync(fault, name)
     assert not corrupted.ok
     every = {name for name, _ in server.model.named_parameters()}
@@ -116,7 +112,7 @@ def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next
     server.verified_sync()
 
 
-def test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it(server: Server) -> None:
+def test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it(server):
     server.verified_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
@@ -141,5 +137,5 @@ def kill_in_a_background_sync(server: Server) -> None:
 
 
 @pytest.mark.last_on_its_server
-def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
+def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server):
     kill_in_a_background_sync(server)

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.fakes.client import metrics_of
@@ -40,7 +39,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
-def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str, bucket_mb: int) -> None:
+def test_after_a_sync_the_engine_computes_with_the_new_weights(server, mode, bucket_mb):
     before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
     disturb(server.model, seed=server.version + 1)
     done = server.sync(mode=mode, bucket_mb=bucket_mb)
@@ -53,7 +52,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
     assert done.pause_seconds >= done.report.engine_seconds[0] > 0
 
 
-def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(server: Server, tmp_path: Path) -> None:
+def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(server, tmp_path):
     disturb(server.model, seed=server.version + 1)
     server.load_folder(tmp_path)
     loaded = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
@@ -83,9 +82,7 @@ def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(serv
         ("bit", "model.layers.1.input_layernorm.weight"),
     ],
 )
-def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it(
-    server: Server, fault: str, name: str
-) -> None:
+def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it(server, fault, name):
     corrupted = server.corrupted_sync(fault, name)
     assert not corrupted.ok
     every = {name for name, _ in server.model.named_parameters()}
@@ -95,7 +92,7 @@ def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repai
     server.verified_sync()
 
 
-def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Server) -> None:
+def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server):
     if not server.model.config.tie_word_embeddings or parse_version(server.vllm_version) < (0, 32):
         return  # nothing to forget: no tie, or one layer that is both (as Qwen2 is in 0.26)
     disturb(server.model, seed=server.version + 1)
@@ -108,7 +105,7 @@ def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Serve
     server.verified_sync()
 
 
-def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Server) -> None:
+def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server):
     disturb(server.model, seed=server.version + 1)
     with pytest.raises(InfrastructureError, match="half way"):
         server.break_off()
@@ -117,7 +114,7 @@ def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Ser
 
 
 @pytest.mark.last_on_its_server
-def test_killing_the_server_in_the_middle_of_a_sync_is_an_error_at_once(server: Server) -> None:
+def test_killing_the_server_in_the_middle_of_a_sync_is_an_error_at_once(server):
     if server.model.config.tie_word_embeddings:
         return  # of this one the engine is killed alone, below
     started = time.monotonic()
@@ -129,9 +126,7 @@ def test_killing_the_server_in_the_middle_of_a_sync_is_an_error_at_once(server: 
 
 @pytest.mark.last_on_its_server
 @pytest.mark.parametrize("server", ["tied"], indirect=True)
-def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(
-    server: Server,
-) -> None:
+def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(server):
     running = [server.loop.create_task(sample_on_and_on(server, f"running-{i}")) for i in range(NUM_RUNNING)]
     server.run(half_in_the_engine(server))
     started = time.monotonic()

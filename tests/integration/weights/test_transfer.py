@@ -25,7 +25,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return weights()
 
 
-def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(tensors, engines: Engines) -> None:
+def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(tensors, engines):
     updates = [
         update_of(tensors, version=1, mode="flattened_bucket", dtype="float32"),
         update_of(tensors, version=2, mode="per_tensor", dtype="bfloat16"),
@@ -44,10 +44,7 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(t
         assert answers[index]["loaded"] == answers[index + 3]["loaded"] == report.fingerprints
 
 
-def test_engines_that_exit_or_fail_are_reported_at_once_and_others_get_weights(
-    tensors,
-    engines: Engines,
-) -> None:
+def test_engines_that_exit_or_fail_are_reported_at_once_and_others_get_weights(tensors, engines):
     update = update_of(tensors, timeout_seconds=60.0)
     for engine, fault in enumerate(("die", "die before", "raise")):
         engines.start(engine, [update], fault=fault)
@@ -61,7 +58,7 @@ def test_engines_that_exit_or_fail_are_reported_at_once_and_others_get_weights(
     assert [answer["loaded"] for answer in healthy.answers()] == [expected(tensors, torch.float32)] * 2
 
 
-def test_a_hanging_engine_only_costs_its_deadline(tensors, engines: Engines) -> None:
+def test_a_hanging_engine_only_costs_its_deadline(tensors, engines):
     update = update_of(tensors, timeout_seconds=2.0)
     engines.start(0, [update], fault="hang")
     report = engines.sender.send(iter(tensors.items()), update, [0])
@@ -69,7 +66,7 @@ def test_a_hanging_engine_only_costs_its_deadline(tensors, engines: Engines) -> 
     assert engines.sender.connected == []
 
 
-def test_abort_from_another_thread_frees_a_blocked_sender(tensors, engines: Engines) -> None:
+def test_abort_from_another_thread_frees_a_blocked_sender(tensors, engines):
     update = update_of(tensors, timeout_seconds=60.0)
     engines.start(0, [update], fault="hang")
     threading.Timer(0.5, engines.sender.abort, (0, "the driver gave the server up")).start()
@@ -77,7 +74,7 @@ def test_abort_from_another_thread_frees_a_blocked_sender(tensors, engines: Engi
     assert "gave the server up" in report.errors[0]
 
 
-def test_two_sides_that_expect_different_transfers_refuse_before_a_tensor_moves(tensors, engines: Engines) -> None:
+def test_two_sides_that_expect_different_transfers_refuse_before_a_tensor_moves(tensors, engines):
     update = update_of(tensors)
     peers = engines.start(0, [replace(update, shapes=[[300, 700], *update.shapes[1:]])])
     report = engines.sender.send(iter(tensors.items()), update, [0])
@@ -85,7 +82,7 @@ def test_two_sides_that_expect_different_transfers_refuse_before_a_tensor_moves(
     assert "expects transfer" in str(peers.answers()[0]["error"])
 
 
-def test_a_peer_is_notified_at_once_when_the_sender_exits(tensors, engines: Engines) -> None:
+def test_a_peer_is_notified_at_once_when_the_sender_exits(tensors, engines):
     update = update_of(tensors, timeout_seconds=60.0)
     peers = engines.start(0, [update])
     time.sleep(0.2)
@@ -93,9 +90,7 @@ def test_a_peer_is_notified_at_once_when_the_sender_exits(tensors, engines: Engi
     assert "the trainer ends" in str(peers.answers()[0]["error"])
 
 
-def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights(engines, monkeypatch):
     waited: list[torch.device] = []
 
     class Stream:
@@ -111,7 +106,7 @@ def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights(
     assert waited == [torch.device("cuda:1")] * len(plan_buckets(update_of(tensors)))
 
 
-def test_an_engine_can_be_connected_anew_after_a_failure(tensors, engines: Engines) -> None:
+def test_an_engine_can_be_connected_anew_after_a_failure(tensors, engines):
     update = update_of(tensors)
     engines.start(0, [update], fault="die")
     assert 0 in engines.sender.send(iter(tensors.items()), update, [0]).errors
@@ -120,7 +115,7 @@ def test_an_engine_can_be_connected_anew_after_a_failure(tensors, engines: Engin
     assert again.answers()[0]["loaded"] == expected(tensors, torch.float32)
 
 
-def test_a_trainer_that_yields_other_tensors_than_announced_is_an_error(tensors, engines: Engines) -> None:
+def test_a_trainer_that_yields_other_tensors_than_announced_is_an_error(tensors, engines):
     update = update_of(tensors)
     shuffled = dict(reversed(tensors.items()))
     with pytest.raises(ValueError, match=r"yielded norm\.weight .* instead of embed\.weight"):

@@ -1,7 +1,5 @@
 """A real vLLM server for the tests of this folder and of `tests/gpu`, and a plain transformers model as the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

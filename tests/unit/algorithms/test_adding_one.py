@@ -1,7 +1,5 @@
 """Runs the example of docs/algorithms.md: an algorithm is one file and one line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

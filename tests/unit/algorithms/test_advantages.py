@@ -1,7 +1,5 @@
 """Advantages of a training batch: group statistics, masks, groups of one, whitening."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every algorithm against its formula written as scalar loops over samples, in float64."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,14 +1,11 @@
 """What the actors make of their places before they start their parts: the plain classes, without Ray's processes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
 import tempfile
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,9 +49,7 @@ def interfaces() -> set[str | None]:
 
 
 @pytest.mark.parametrize(("loopback", "expected"), [(True, "lo"), (False, "net0")])
-def test_a_rank_has_its_interface_before_torch_meets_the_others(
-    on_a_node: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loopback: bool, expected: str
-) -> None:
+def test_a_rank_has_its_interface_before_torch_meets_the_others(on_a_node, monkeypatch, tmp_path, loopback, expected):
     met: list[set[str | None]] = []
 
     def trainer(*arguments: object, **options: object) -> SimpleNamespace:
@@ -70,8 +65,8 @@ def test_a_rank_has_its_interface_before_torch_meets_the_others(
 
 @pytest.mark.parametrize(("loopback", "expected"), [(True, "lo"), (False, "net0")])
 def test_vllm_inherits_the_interface_of_its_actor_and_advertises_the_nodes_address(
-    on_a_node: None, tmp_path: Path, loopback: bool, expected: str
-) -> None:
+    on_a_node, tmp_path, loopback, expected
+):
     actor = InferenceActor(CONFIG.to_json(), Address(0, "0.0.0.0", 18890, "secret"), str(tmp_path), loopback)
     assert interfaces() == {expected}
     assert actor._server.url == "http://10.0.0.4:18890"
@@ -85,7 +80,7 @@ async def raised_in_an_actor(cause: Exception) -> None:
 
 
 @pytest.mark.parametrize("cause", [ConfigError("a port is in use"), RunError("no"), EngineStartError("server 0\nLog")])
-async def test_a_user_error_in_an_actor_arrives_unchanged(cause: Exception) -> None:
+async def test_a_user_error_in_an_actor_arrives_unchanged(cause):
     with pytest.raises(type(cause)) as failure:
         await answer(raised_in_an_actor(cause), "start of inference server 0")
     assert type(failure.value) is type(cause)
@@ -94,14 +89,14 @@ async def test_a_user_error_in_an_actor_arrives_unchanged(cause: Exception) -> N
 
 
 @pytest.mark.parametrize("cause", [ValueError("a bug"), InfrastructureError("a lost engine")])
-async def test_another_error_in_an_actor_keeps_its_type_and_its_remote_traceback(cause: Exception) -> None:
+async def test_another_error_in_an_actor_keeps_its_type_and_its_remote_traceback(cause):
     with pytest.raises(type(cause)) as failure:
         await answer(raised_in_an_actor(cause), "training step 3")
     assert str(failure.value) == str(cause)
     assert "ray::InferenceActor.start()" in "".join(traceback.format_exception(failure.value))
 
 
-async def test_an_answer_that_is_lost_with_its_node_counts_as_the_exit_of_its_actor() -> None:
+async def test_an_answer_that_is_lost_with_its_node_counts_as_the_exit_of_its_actor():
     async def lost() -> None:
         raise ObjectLostError("ab", None, "")
 
@@ -109,9 +104,7 @@ async def test_an_answer_that_is_lost_with_its_node_counts_as_the_exit_of_its_ac
         await answer(lost(), "rollout worker 1")
 
 
-def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(monkeypatch, tmp_path):
     """Their nodes have that of the cluster; on another machine the run's directory is not there."""
     for name, value in (("TMPDIR", "/var/tmp"), ("RAY_TMPDIR", ""), ("TORCHINDUCTOR_CACHE_DIR", "")):
         monkeypatch.setenv(name, value)

@@ -1,7 +1,5 @@
 """Who meets on loopback, at which address everybody else is reached, and through which interface NCCL and gloo talk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -43,18 +41,14 @@ def placed(servers: list[str], ranks: list[str]) -> Placement:
         (["here", "there"], ["here"], False, False),
     ],
 )
-def test_processes_on_one_node_connect_over_loopback(
-    servers: list[str], ranks: list[str], http: bool, broadcast: bool
-) -> None:
+def test_processes_on_one_node_connect_over_loopback(servers, ranks, http, broadcast):
     """Whatever else is in the cluster. The driver asks the servers; ranks and servers send each other weights."""
     assert network_of(config_of(), placed(servers, ranks), "here") == Network(http, broadcast)
     unwanted = config_of(ray_broadcast_prefer_loopback_if_single_node=False)
     assert network_of(unwanted, placed(servers, ranks), "here") == Network(http, False)
 
 
-def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(monkeypatch):
     monkeypatch.setattr(network_module, "own_address", lambda: "10.0.0.4")
     assert own_host(loopback=True) == "127.0.0.1"
     assert own_host(loopback=False) == "10.0.0.4"
@@ -67,13 +61,11 @@ def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(
     ("fields", "expected"),
     [({}, "127.0.0.1"), ({"inference_host": "0.0.0.0"}, "0.0.0.0"), ({"inference_host": "10.0.0.7"}, "10.0.0.7")],
 )
-def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_host(
-    fields: dict[str, Any], expected: str
-) -> None:
+def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_host(fields, expected):
     assert bind_host(config_of(**fields), Network(True, False)) == expected
 
 
-def test_servers_on_other_nodes_listen_on_inference_host_and_use_their_nodes_address() -> None:
+def test_servers_on_other_nodes_listen_on_inference_host_and_use_their_nodes_address():
     assert bind_host(config_of(), Network(False, True)) == config_of().inference_host == "0.0.0.0"
     assert bind_host(config_of(inference_host="10.0.0.7"), Network(False, True)) == "10.0.0.7"
     assert advertised_host("0.0.0.0", "10.0.0.4") == "10.0.0.4"
@@ -85,15 +77,15 @@ def test_servers_on_other_nodes_listen_on_inference_host_and_use_their_nodes_add
     [("127.0.0.1", "lo"), ("127.0.0.3", "lo"), ("10.1.0.4", "ib0"), ("10.0.0.4", "eth0"), ("fd00::9", "eth1"),
      ("203.0.113.9", None)],
 )  # fmt: skip
-def test_an_address_belongs_to_its_interface_or_to_that_of_its_network(address: str, interface: str | None) -> None:
+def test_an_address_belongs_to_its_interface_or_to_that_of_its_network(address, interface):
     assert interface_of(address, INTERFACES) == interface
 
 
-def test_loopback_is_among_the_interfaces_of_this_machine() -> None:
+def test_loopback_is_among_the_interfaces_of_this_machine():
     assert interface_of("127.0.0.1", interface_networks()) == "lo"
 
 
-def test_nccl_and_gloo_get_the_interface_unless_the_user_chose_one() -> None:
+def test_nccl_and_gloo_get_the_interface_unless_the_user_chose_one():
     environment: dict[str, str] = {}
     use_interface_of("127.0.0.1", environment)
     assert environment == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,7 +1,5 @@
 """Placement groups: one bundle per server and per rank, reserved within a deadline and given back."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
@@ -69,9 +67,7 @@ def plan_of(config: TelescopeConfig, *, gpus: int) -> Placement:
     return plan_placement(config, ClusterResources((NodeResources("node", 64.0, gpus),)))
 
 
-async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_another(
-    fake: FakePlacementGroups,
-) -> None:
+async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_another(fake):
     placement = await reserve(config_of(), plan_of(config_of(), gpus=8))
     inference, trainer = fake.groups
     assert (placement.server_nodes, placement.rank_nodes) == (["0-0", "0-1"], ["1-0", "1-1", "1-2"])
@@ -80,19 +76,19 @@ async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_a
     assert (placement.gpus_per_server, placement.gpus_per_rank) == (2, 1)
 
 
-async def test_on_cpu_no_bundle_asks_for_a_gpu(fake: FakePlacementGroups) -> None:
+async def test_on_cpu_no_bundle_asks_for_a_gpu(fake):
     placement = await reserve(config_of(), plan_of(config_of(), gpus=0))
     assert all("GPU" not in bundle for group in fake.groups for bundle in group.bundle_specs)
     assert placement.rank_options(0, 2.0)["num_gpus"] == 0
 
 
-async def test_the_strategies_are_those_of_the_config(fake: FakePlacementGroups) -> None:
+async def test_the_strategies_are_those_of_the_config(fake):
     config = config_of(ray_inference_placement_strategy="SPREAD", ray_trainer_placement_strategy="STRICT_PACK")
     await reserve(config, plan_of(config, gpus=0))
     assert [group.strategy for group in fake.groups] == ["STRICT_PACK", "SPREAD"], "what must be together is first"
 
 
-async def test_an_actor_goes_to_the_bundle_of_its_number(fake: FakePlacementGroups) -> None:
+async def test_an_actor_goes_to_the_bundle_of_its_number(fake):
     placement = await reserve(config_of(), plan_of(config_of(), gpus=8))
     server: Any = placement.server_options(1, 3.0)
     rank: Any = placement.rank_options(2, 2.0)
@@ -104,9 +100,7 @@ async def test_an_actor_goes_to_the_bundle_of_its_number(fake: FakePlacementGrou
 
 
 @pytest.mark.parametrize(("position", "name"), [(0, "inference"), (1, "trainer")])
-async def test_a_placement_timeout_names_the_request_and_the_fields_to_lower(
-    position: int, name: str, fake: FakePlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_placement_timeout_names_the_request_and_the_fields_to_lower(position, name, fake, monkeypatch):
     fake.never = {position}
     real_timeout = asyncio.timeout
     monkeypatch.setattr(placement_module.asyncio, "timeout", lambda seconds: real_timeout(seconds / 100))
@@ -118,7 +112,7 @@ async def test_a_placement_timeout_names_the_request_and_the_fields_to_lower(
     assert {*map(id, fake.removed)} == {*map(id, fake.groups)}
 
 
-async def test_a_cancelled_wait_leaves_nothing_reserved(fake: FakePlacementGroups) -> None:
+async def test_a_cancelled_wait_leaves_nothing_reserved(fake):
     fake.never = {0}
     waiting = asyncio.create_task(reserve(config_of(), plan_of(config_of(), gpus=0)))
     await asyncio.sleep(0)
@@ -129,14 +123,12 @@ async def test_a_cancelled_wait_leaves_nothing_reserved(fake: FakePlacementGroup
     assert fake.removed == fake.groups
 
 
-async def test_removing_a_placement_gives_both_groups_back(fake: FakePlacementGroups) -> None:
+async def test_removing_a_placement_gives_both_groups_back(fake):
     (await reserve(config_of(), plan_of(config_of(), gpus=0))).remove()
     assert fake.removed == fake.groups
 
 
-async def test_a_server_and_a_rank_that_share_a_gpu_have_one_bundle(
-    fake: FakePlacementGroups,
-) -> None:
+async def test_a_server_and_a_rank_that_share_a_gpu_have_one_bundle(fake):
     shared = config_of(
         inference_num_workers=2, trainer_num_workers=2, inference_tensor_parallel_size=1, share_gpus=True
     )

@@ -1,7 +1,5 @@
 """A cluster that is joined is shown a token if it asks for one, and the user's own choice is left alone."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 
@@ -48,7 +46,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 
 
 @pytest.mark.parametrize(("wanted", "mode"), [("secret", "token"), (None, "disabled")])
-def test_the_authentication_mode_follows_the_cluster(cluster: FakeCluster, wanted: str | None, mode: str) -> None:
+def test_the_authentication_mode_follows_the_cluster(cluster, wanted, mode):
     cluster.wanted, cluster.token = wanted, "secret"
     settle_authentication("10.0.0.1:6379")
     assert os.environ[MODE_VARIABLE] == mode
@@ -59,16 +57,14 @@ def test_the_authentication_mode_follows_the_cluster(cluster: FakeCluster, wante
 
 
 @pytest.mark.parametrize(("token", "words"), [(None, "none was found here"), ("old", "rejects the one found here")])
-def test_a_missing_or_wrong_token_is_a_user_error(cluster: FakeCluster, token: str | None, words: str) -> None:
+def test_a_missing_or_wrong_token_is_a_user_error(cluster, token, words):
     cluster.wanted, cluster.token = "secret", token
     with pytest.raises(UserError, match=f"ray_address: .*10.0.0.1:6379.* {words}.*auth_token.*RAY_AUTH_TOKEN"):
         settle_authentication("10.0.0.1:6379")
     assert MODE_VARIABLE not in os.environ
 
 
-def test_an_unreachable_cluster_and_the_users_own_mode_change_nothing(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_cluster_and_the_users_own_mode_change_nothing(cluster, monkeypatch):
     cluster.wanted = "secret"
     settle_authentication("auto")  # no cluster runs
     settle_authentication("ray://10.0.0.1:10001")
@@ -82,15 +78,13 @@ def test_an_unreachable_cluster_and_the_users_own_mode_change_nothing(
     assert cluster.num_refreshes == 0
 
 
-def test_an_address_without_a_cluster_gives_no_answer() -> None:
+def test_an_address_without_a_cluster_gives_no_answer():
     assert admits("127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize("mode", [None, "disabled"])
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "nosuchhost.invalid:6379"])
-def test_an_address_without_a_listener_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, address: str, mode: str | None
-) -> None:
+def test_an_address_without_a_listener_is_refused_at_once(monkeypatch, address, mode):
     """`ray.init` would try for minutes."""
     monkeypatch.setenv(MODE_VARIABLE, mode or "")
     if mode is None:

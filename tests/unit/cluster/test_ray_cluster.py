@@ -1,7 +1,5 @@
 """What every actor inherits, and how a cluster is found, started and left. Ray itself is not started here."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat
@@ -90,13 +88,13 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def test_actors_run_the_drivers_interpreter_and_know_the_run_directory() -> None:
+def test_actors_run_the_drivers_interpreter_and_know_the_run_directory():
     made = runtime_environment(config_of(), RUN_DIR)
     assert made["py_executable"] == sys.executable
     assert made["env_vars"]["TELESCOPE_RUN_DIR"] == str(RUN_DIR)
 
 
-def test_each_propagation_can_be_switched_off() -> None:
+def test_each_propagation_can_be_switched_off():
     made = runtime_environment(
         config_of(ray_pin_py_executable=False, ray_propagate_run_dir=False, ray_propagate_active_venv=False), RUN_DIR
     )
@@ -104,7 +102,7 @@ def test_each_propagation_can_be_switched_off() -> None:
     assert not {"TELESCOPE_RUN_DIR", "VIRTUAL_ENV", "PATH"} & set(made["env_vars"])
 
 
-def test_the_active_environment_comes_first_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_active_environment_comes_first_on_the_path(monkeypatch):
     monkeypatch.setattr(sys, "prefix", "/venvs/telescope")
     monkeypatch.setenv("PATH", "/usr/bin")
     variables = runtime_environment(config_of(), RUN_DIR)["env_vars"]
@@ -112,12 +110,12 @@ def test_the_active_environment_comes_first_on_the_path(monkeypatch: pytest.Monk
     assert variables["PATH"] == f"/venvs/telescope/bin{os.pathsep}/usr/bin"
 
 
-def test_outside_a_virtual_environment_none_is_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_virtual_environment_none_is_propagated(monkeypatch):
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     assert "VIRTUAL_ENV" not in runtime_environment(config_of(), RUN_DIR)["env_vars"]
 
 
-def test_what_the_user_sets_wins_variable_by_variable() -> None:
+def test_what_the_user_sets_wins_variable_by_variable():
     user = {
         "env_vars": {"TELESCOPE_RUN_DIR": "/elsewhere", "NCCL_DEBUG": "INFO"},
         "py_executable": "/opt/python",
@@ -132,12 +130,12 @@ def test_what_the_user_sets_wins_variable_by_variable() -> None:
     assert config.ray_runtime_env == user, "the config is not touched"
 
 
-def test_debug_asks_torch_for_more() -> None:
+def test_debug_asks_torch_for_more():
     assert "TORCH_DISTRIBUTED_DEBUG" not in runtime_environment(config_of(), RUN_DIR)["env_vars"]
     assert runtime_environment(config_of(debug=True), RUN_DIR)["env_vars"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
-def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray, tmp_path):
     cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert not cluster.started_here
     assert (cluster.node_names, cluster.driver_node) == ({"first": "box"}, "first")
@@ -149,9 +147,7 @@ def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray: FakeRay, t
     assert "num_cpus" not in call, "a cluster that runs has resources of its own"
 
 
-def test_a_cluster_started_here_uses_loopback_only(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cluster_started_here_uses_loopback_only(fake_ray, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     before = dict(os.environ)
     seen: list[Any] = []
@@ -163,7 +159,7 @@ def test_a_cluster_started_here_uses_loopback_only(
     assert {name for name in os.environ.keys() - before.keys() if "CLUSTER" in name} == set()
 
 
-def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_without_a_cluster_one_is_started_here(fake_ray, tmp_path):
     fake_ray.errors = [ConnectionError("no cluster")]
     cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=3.5, local_gpus=1)
     assert cluster.started_here
@@ -184,9 +180,7 @@ def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay, tmp_path: Path
         ({"ray_address": "auto"}, RuntimeError("versions differ")),
     ],
 )
-def test_a_missing_cluster_that_was_requested_is_a_user_error(
-    fields: dict[str, Any], error: Exception, fake_ray: FakeRay, tmp_path: Path
-) -> None:
+def test_a_missing_cluster_that_was_requested_is_a_user_error(fields, error, fake_ray, tmp_path):
     fake_ray.errors = [error]
     with pytest.raises(UserError, match=r"ray_address: .* cannot be reached .*ray_auto_start_local"):
         connect(config_of(**fields), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
@@ -194,9 +188,7 @@ def test_a_missing_cluster_that_was_requested_is_a_user_error(
 
 
 @pytest.mark.parametrize("off", [True, False])
-def test_ray_rewrites_runtime_environments_only_if_configured(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, off: bool, tmp_path: Path
-) -> None:
+def test_ray_rewrites_runtime_environments_only_if_configured(fake_ray, monkeypatch, off, tmp_path):
     """Under `uv run`, and where RAY_RUNTIME_ENV_HOOK names a hook. Ray has read the first switch when it was imported,
     so what counts is what its own function does afterwards."""
     monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
@@ -215,12 +207,12 @@ def hook_of_the_site(env: dict[str, Any]) -> dict[str, Any]:
     return {**env, "by_the_site": True}
 
 
-def test_worker_output_is_not_forwarded_if_so_configured(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_worker_output_is_not_forwarded_if_so_configured(fake_ray, tmp_path):
     connect(config_of(ray_log_to_driver=False), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert fake_ray.calls[0]["log_to_driver"] is False
 
 
-def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch):
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("GLOO_SOCKET_IFNAME", "eth7"), ("NCCL_DEBUG", "WARN")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ANOTHER_SECRET", "x")
@@ -231,16 +223,14 @@ def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch:
     assert "ANOTHER_SECRET" not in variables
 
 
-def test_nodes_with_equal_host_names_also_show_their_addresses() -> None:
+def test_nodes_with_equal_host_names_also_show_their_addresses():
     twin = {**NODE, "NodeID": "second", "NodeManagerAddress": "10.0.0.2"}
     assert names_of_nodes([NODE, {**twin, "NodeManagerHostname": "shelf"}]) == {"first": "box", "second": "shelf"}
     assert names_of_nodes([NODE, twin]) == {"first": "box (10.0.0.1)", "second": "box (10.0.0.2)"}
 
 
 @pytest.mark.parametrize(("started_here", "asked", "stops"), [(False, True, 1), (False, False, 0), (True, True, 0)])
-def test_a_joined_cluster_is_stopped_only_if_configured(
-    started_here: bool, asked: bool, stops: int, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joined_cluster_is_stopped_only_if_configured(started_here, asked, stops, fake_ray, monkeypatch):
     stopped: list[str] = []
     monkeypatch.setattr(ray_cluster, "_stop_session", stopped.append)
     disconnect(cluster_of(started_here=started_here), config_of(ray_shutdown_on_exit=asked))
@@ -261,9 +251,7 @@ def test_a_joined_cluster_is_stopped_only_if_configured(
         (AssertionError(), "machine: AssertionError. "),
     ],
 )
-def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, words: str
-) -> None:
+def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(fake_ray, monkeypatch, tmp_path, error, words):
     logs = tmp_path / "ray" / "session_1" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text("no space")
@@ -277,14 +265,14 @@ def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(
     assert (kept / "raylet.err").read_text() == "no space"
 
 
-def test_a_slow_start_of_ray_is_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_slow_start_of_ray_is_tried_again(fake_ray, tmp_path):
     fake_ray.errors = [RuntimeError("The current node timed out during startup. This could happen because ...")]
     assert connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=2, local_gpus=0).started_here
     assert len(fake_ray.calls) == 2
     assert fake_ray.num_shutdowns == 1, "what came up of the first is ended"
 
 
-def test_a_cancelled_start_of_ray_is_not_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_cancelled_start_of_ray_is_not_tried_again(fake_ray, tmp_path):
     stopped = threading.Event()
     fake_ray.on_init = stopped.set
     fake_ray.errors = [RuntimeError("The current node timed out during startup.")] * 2
@@ -293,9 +281,7 @@ def test_a_cancelled_start_of_ray_is_not_tried_again(fake_ray: FakeRay, tmp_path
     assert len(fake_ray.calls) == 1
 
 
-def test_a_cluster_started_here_has_a_private_directory_and_a_token_of_its_own(
-    fake_ray: FakeRay, tmp_path: Path
-) -> None:
+def test_a_cluster_started_here_has_a_private_directory_and_a_token_of_its_own(fake_ray, tmp_path):
     seen: list[str | None] = []
     fake_ray.on_init = lambda: seen.append(os.environ.get("RAY_AUTH_TOKEN_PATH"))
     cluster = connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=1, local_gpus=0)
@@ -312,9 +298,7 @@ def test_a_cluster_started_here_has_a_private_directory_and_a_token_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_of_the_user_is_left_alone(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_a_token_of_the_user_is_left_alone(fake_ray, monkeypatch, tmp_path, name):
     monkeypatch.setenv(name, "of the user")
     cluster = connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=1, local_gpus=0)
     assert not list(tmp_path.iterdir())
@@ -335,9 +319,7 @@ def daemons(fake_ray: FakeRay, tmp_path: Path) -> Iterator[dict[str, subprocess.
         process.wait()
 
 
-async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
-    fake_ray: FakeRay, daemons: dict[str, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
+async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(fake_ray, daemons, tmp_path):
     time = "[2026-11-22 13:50:24,210 I 13038 13038] (raylet) node_manager.cc:1307:"
     dump = (
         f"{time} Debug state:\nGcsActorManager: \n- actors: 0\n{time} Main service Event stats:\n\tProbe - 60 total\n"
@@ -356,9 +338,7 @@ async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
     assert fake_ray.num_shutdowns == 0, "Ray would wait for its daemon"
 
 
-def test_advice_of_rays_daemons_goes_to_the_log_and_lines_of_actors_to_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_advice_of_rays_daemons_goes_to_the_log_and_lines_of_actors_to_the_terminal(monkeypatch, caplog):
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(ray_cluster.ray_worker, "print_to_stdstream", lambda data, ignore_prefix: shown.append(data))
     for _ in range(2):

@@ -1,7 +1,5 @@
 """No process or file of a run outlives its driver: with small processes in place of Ray and vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """Commands to the ranks of the trainer, their exits, and the folder that takes the trained model."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Series of step metrics that are healthy but for what a test changes."""
 
-from __future__ import annotations
-
 import random
 
 from telescope.health import rules

@@ -1,7 +1,5 @@
 """Each rule fires for what it describes, and for nothing that is only near it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 
@@ -70,7 +68,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("case", FIRING)
-def test_a_rule_fires_alone_and_says_numbers_and_what_to_try(case: str) -> None:
+def test_a_rule_fires_alone_and_says_numbers_and_what_to_try(case):
     kind, changes, evals, words = FIRING[case]
     (found,) = rules.findings(history(changes, evals))
     assert found.kind == kind
@@ -80,23 +78,23 @@ def test_a_rule_fires_alone_and_says_numbers_and_what_to_try(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", QUIET)
-def test_no_rule_fires_for(case: str) -> None:
+def test_no_rule_fires_for(case):
     changes, evals = QUIET[case]
     assert rules.findings(history(changes, evals)) == []
 
 
-def test_every_rule_has_a_case_and_its_name_is_the_kind_of_its_finding() -> None:
+def test_every_rule_has_a_case_and_its_name_is_the_kind_of_its_finding():
     assert {kind for kind, *_ in FIRING.values()} == {rule.__name__ for rule in rules.RULES}
 
 
-def test_a_finding_names_the_step_of_its_moment() -> None:
+def test_a_finding_names_the_step_of_its_moment():
     (found,) = rules.findings(history({rules.GRAD_NORM: [40.0, 0.3, 0.3]}))
     assert found.steps_ago == 2
     (found,) = rules.findings(history({"loss/policy": [NAN, 0.1]}))
     assert found.steps_ago == 1
 
 
-def test_noise_of_a_small_run_is_no_finding() -> None:
+def test_noise_of_a_small_run_is_no_finding():
     noise = [ordinary(step) for step in range(300)]
     columns = {name: [step[name] for step in noise] for name in noise[0]}
     for end in range(1, 301, 7):
@@ -104,12 +102,12 @@ def test_noise_of_a_small_run_is_no_finding() -> None:
         assert rules.findings(History(seen, range(end))) == []
 
 
-def test_the_slow_first_steps_of_a_run_are_no_finding() -> None:
+def test_the_slow_first_steps_of_a_run_are_no_finding():
     assert rules.findings(history({WAIT: [9.0] * 5, IDLE: [9.0] * 5}, num_steps=5)) == []
     assert rules.findings(History({}, ())) == []
 
 
-def test_rewards_below_zero_are_not_compared_by_their_ratio() -> None:
+def test_rewards_below_zero_are_not_compared_by_their_ratio():
     assert rules.findings(history({rules.REWARD: [-1.0] * 60})) == []
 
 
@@ -130,7 +128,7 @@ class Recording(Mapping[str, list[float | None]]):
         return len(self.columns)
 
 
-def test_rules_read_only_the_metrics_that_are_kept_for_them() -> None:
+def test_rules_read_only_the_metrics_that_are_kept_for_them():
     columns = Recording({**history().columns, rules.REWARD: [0.8] * 60})  # type: ignore[dict-item]
     rules.findings(History(columns, range(60), (BEFORE, FALLEN)))
     assert columns.read == rules.READ
@@ -140,9 +138,7 @@ def test_rules_read_only_the_metrics_that_are_kept_for_them() -> None:
     ("silence", "usual", "fires"),
     [(900.0, 10.0, True), (310.0, 1.0, True), (290.0, 1.0, False), (900.0, 100.0, False), (900.0, None, False)],
 )
-def test_a_run_is_stalled_after_ten_usual_steps_and_five_minutes(
-    silence: float, usual: float | None, fires: bool
-) -> None:
+def test_a_run_is_stalled_after_ten_usual_steps_and_five_minutes(silence, usual, fires):
     found = rules.stalled(silence, usual)
     assert (found is not None) == fires
     assert found is None or (found.level == "error" and "No step has ended" in found.text)
@@ -155,7 +151,7 @@ def test_a_run_is_stalled_after_ten_usual_steps_and_five_minutes(
         (1.5 * GIB, 40 * GIB, "warning"), (0.5 * GIB, 2 * GIB, "error"),
     ],
 )  # fmt: skip
-def test_a_disk_is_nearly_full_by_share_and_bytes(free: float, total: float, level: str | None) -> None:
+def test_a_disk_is_nearly_full_by_share_and_bytes(free, total, level):
     found = rules.disk(free, total, "runs/demo")
     assert (found and found.level) == level
     assert found is None or "runs/demo" in found.text

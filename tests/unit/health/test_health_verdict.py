@@ -1,7 +1,5 @@
 """The verdict, the strip, progress and recorded alerts in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A live run reports each problem once, and again only when it lasts or returns."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The secret protects every route."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Binary responses have the same tokens, logprobs and versions as vLLM's JSON, with JSON as the fallback."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

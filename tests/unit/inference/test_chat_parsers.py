@@ -1,7 +1,5 @@
 """Chat parsers are checked only when a configuration names one."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The boundary between an engine and everything else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests that wait for an engine that has exited are answered; nothing else is touched."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +61,7 @@ def server() -> Server:
     return Server()
 
 
-async def test_requests_waiting_for_an_exited_engine_are_answered(server) -> None:
+async def test_requests_waiting_for_an_exited_engine_are_answered(server):
     requests = [asyncio.create_task(server.request()) for _ in range(3)]
     await asyncio.sleep(0.05)
     assert not any(request.done() for request in requests)
@@ -76,7 +74,7 @@ async def test_requests_waiting_for_an_exited_engine_are_answered(server) -> Non
     assert server.num_cancelled == 3
 
 
-async def test_a_request_after_the_exit_is_ended_too(server) -> None:
+async def test_a_request_after_the_exit_is_ended_too(server):
     server.engine.errored = True
     for _ in range(2):
         request = asyncio.create_task(server.request())
@@ -84,9 +82,7 @@ async def test_a_request_after_the_exit_is_ended_too(server) -> None:
         assert request.result()[0]["status"] == 503
 
 
-async def test_the_servers_own_error_reaches_the_caller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_servers_own_error_reaches_the_caller(monkeypatch):
     monkeypatch.setattr(engine_health, "GRACE_SECONDS", 30.0)
     server = Server()
     server.engine.errored = True
@@ -97,7 +93,7 @@ async def test_the_servers_own_error_reaches_the_caller(
     assert [message.get("body") for message in request.result()] == [None, b"done"]
 
 
-async def test_an_answer_that_has_begun_is_not_begun_again() -> None:
+async def test_an_answer_that_has_begun_is_not_begun_again():
     server = Server(begins=True)
     server.engine.errored = True
     request = asyncio.create_task(server.request())
@@ -105,7 +101,7 @@ async def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     assert [message["type"] for message in request.result()] == ["http.response.start"]
 
 
-async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(server) -> None:
+async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(server):
     request = asyncio.create_task(server.request())
     await asyncio.sleep(0.02)
     request.cancel()
@@ -115,7 +111,7 @@ async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_requests_of_a_running_engine_are_left_alone(server, method: str) -> None:
+async def test_requests_of_a_running_engine_are_left_alone(server, method):
     request = asyncio.create_task(server.request(method))
     await asyncio.sleep(0.2)
     assert not request.done()
@@ -123,7 +119,7 @@ async def test_requests_of_a_running_engine_are_left_alone(server, method: str) 
     assert (await request)[0]["status"] == 200
 
 
-async def test_a_get_request_is_ended_too(server) -> None:
+async def test_a_get_request_is_ended_too(server):
     request = asyncio.create_task(server.request("GET"))
     await asyncio.sleep(0.05)
     server.engine.errored = True
@@ -131,7 +127,7 @@ async def test_a_get_request_is_ended_too(server) -> None:
     assert request.result()[0]["status"] == 503
 
 
-async def test_a_request_during_the_grace_period_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_during_the_grace_period_has_its_own(monkeypatch):
     monkeypatch.setattr(engine_health, "GRACE_SECONDS", 0.5)
     server = Server()
     server.engine.errored = True
@@ -145,7 +141,7 @@ async def test_a_request_during_the_grace_period_has_its_own(monkeypatch: pytest
     assert second.result()[0]["status"] == 503
 
 
-async def test_a_server_may_cancel_a_request_that_is_being_ended(server) -> None:
+async def test_a_server_may_cancel_a_request_that_is_being_ended(server):
     server.engine.errored = True
     request = asyncio.create_task(server.request())
     await asyncio.sleep(0)
@@ -156,7 +152,7 @@ async def test_a_server_may_cancel_a_request_that_is_being_ended(server) -> None
         await request
 
 
-async def test_an_engine_without_an_errored_attribute_fails_the_request(server) -> None:
+async def test_an_engine_without_an_errored_attribute_fails_the_request(server):
     del server.engine.errored
     with pytest.raises(AttributeError, match="errored"):
         await server.request()

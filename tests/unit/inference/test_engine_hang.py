@@ -1,7 +1,5 @@
 """A hanging engine is distinguished from one that is slow, paused, or updating weights."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's Prometheus metrics as gauges, from what vLLM 0.32 really answered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

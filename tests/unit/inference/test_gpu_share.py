@@ -1,7 +1,5 @@
 """Memory flags of a server on a shared GPU, alone and beside a trainer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

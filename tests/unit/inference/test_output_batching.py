@@ -1,7 +1,5 @@
 """Batched tokens all arrive in order, and outputs that must not wait are sent at once."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import msgspec

@@ -1,7 +1,5 @@
 """Salts, waiting and spans, against a simple ASGI application without a clock."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The message of a failed start: few lines, the fix first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from telescope.inference.vllm.start_log import NUM_LINES, error_lines, start_failure

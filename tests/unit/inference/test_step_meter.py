@@ -1,7 +1,5 @@
 """The step meter: what is counted, what a reader sees, and what `/metrics` reports."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Request traces recorded from vLLM 0.32, through a real receiver."""
 
-from __future__ import annotations
-
 import http.client
 import logging
 import socket
@@ -54,7 +52,7 @@ def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None,
         connection.close()
 
 
-def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
+def test_a_request_is_queue_prefill_and_decode_end_to_end():
     name = str(RequestId("5-0", turn=2, attempt=1, slot=7))
     queue, prefill, decode = request_rows(100.0, TIMES | {"gen_ai.request.id": f"generate-tokens-{name}"}, server=3)
     assert [(row["name"], row["start"], row["end"]) for row in (queue, prefill, decode)] == [
@@ -69,24 +67,24 @@ def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
     assert prefill["attributes"]["first_token_seconds"] == "3.250000"
 
 
-def test_clock_skew_gives_no_negative_interval() -> None:
+def test_clock_skew_gives_no_negative_interval():
     rows = list(request_rows(100.0, TIMES | {"gen_ai.latency.e2e": 1.0}, server=0))
     assert all(100.0 <= row["start"] <= row["end"] <= 101.0 for row in rows)
 
 
 @pytest.mark.parametrize("text", ["", "probe-123", "a.b.c@d", "5-0.0.0", "generate"])
-def test_foreign_request_ids_name_no_sample(text: str) -> None:
+def test_foreign_request_ids_name_no_sample(text):
     assert parse_request_id(text) is None
     rows = list(request_rows(100.0, TIMES | {"gen_ai.request.id": text}, server=0))
     assert [row["sample_id"] for row in rows] == [None] * 3
 
 
-def test_a_request_id_is_parsed_into_its_components() -> None:
+def test_a_request_id_is_parsed_into_its_components():
     made = RequestId("eval.countdown.12-3", turn=11, attempt=2, slot=255)
     assert parse_request_id(str(made)) == made
 
 
-def test_what_vllm_sends_becomes_spans(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
+def test_what_vllm_sends_becomes_spans(receiver, rows):
     assert why_not_available() is None
     assert send(receiver, MESSAGE) == 200
     assert len(rows) == 9
@@ -96,16 +94,14 @@ def test_what_vllm_sends_becomes_spans(receiver: TraceReceiver, rows: list[dict[
     assert {row["attributes"]["tokens"] for row in rows if row["name"] == "decode"} <= {"7", "10", "20"}
 
 
-def test_traces_without_the_secret_are_refused(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
+def test_traces_without_the_secret_are_refused(receiver, rows):
     assert [send(receiver, MESSAGE, authorization=given) for given in ("", "Bearer wrong")] == [401, 401]
     assert send(receiver, MESSAGE, path="/v1/metrics") == 404
     assert rows == []
     assert "a-secret" not in receiver.target.url
 
 
-def test_unreadable_traces_cost_one_warning(
-    receiver: TraceReceiver, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_traces_cost_one_warning(receiver, rows, caplog):
     with caplog.at_level(logging.WARNING):
         assert [send(receiver, b"\xff not a message") for _ in range(3)] == [200] * 3
     assert len(caplog.records) == 1
@@ -113,7 +109,7 @@ def test_unreadable_traces_cost_one_warning(
     assert len(rows) == 9
 
 
-def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
+def test_a_port_in_use_is_replaced_by_a_free_one():
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]
         receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)
@@ -122,5 +118,5 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         receiver.stop()
 
 
-def test_a_message_of_other_spans_has_no_rows() -> None:
+def test_a_message_of_other_spans_has_no_rows():
     assert list(read_traces(b"")) == []

@@ -1,7 +1,5 @@
 """The wire format, against answers recorded from vLLM 0.26.0 and 0.32.0 (`answers/`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

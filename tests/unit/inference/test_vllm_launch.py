@@ -1,7 +1,5 @@
 """The command and environment that start a vLLM process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -64,39 +62,37 @@ def value_of(command: LaunchCommand, flag: str) -> str:
 @pytest.mark.parametrize(("on_cpu", "fields", "seconds"), [
     (False, {}, 300), (True, {}, 600), (False, {"inference_hang_timeout_seconds": 20.5}, 20.5),
 ])  # fmt: skip
-def test_timeouts_of_steps_and_calls_follow_the_config(
-    tmp_path: Path, on_cpu: bool, fields: dict[str, Any], seconds: float
-) -> None:
+def test_timeouts_of_steps_and_calls_follow_the_config(tmp_path, on_cpu, fields, seconds):
     environment = launch(tmp_path, on_cpu=on_cpu, weight_sync_timeout_seconds=77.0, **fields).environment
     assert float(environment[STEP_LIMIT_VARIABLE]) == seconds
     assert int(environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) == math.ceil(seconds)
     assert float(environment[CALL_LIMIT_VARIABLE]) == 77
 
 
-def test_the_secret_travels_in_the_environment_only(tmp_path: Path) -> None:
+def test_the_secret_travels_in_the_environment_only(tmp_path):
     command = launch(tmp_path)
     assert command.environment[SECRET_VARIABLE] == "a-run-secret"
     assert not any("a-run-secret" in argument for argument in command.arguments)
 
 
-def test_logprobs_are_those_of_the_sampled_distribution(tmp_path: Path) -> None:
+def test_logprobs_are_those_of_the_sampled_distribution(tmp_path):
     assert value_of(launch(tmp_path), "--logprobs-mode") == "processed_logprobs"
 
 
-def test_the_secret_check_is_the_outermost_middleware(tmp_path: Path) -> None:
+def test_the_secret_check_is_the_outermost_middleware(tmp_path):
     arguments = launch(tmp_path).arguments
     given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == "--middleware"]
     assert given[-1] == "telescope.inference.auth.RunSecretMiddleware"  # vLLM adds them inside out
 
 
-def test_a_server_takes_adapters_of_the_next_rank_that_vllm_has(tmp_path: Path) -> None:
+def test_a_server_takes_adapters_of_the_next_rank_that_vllm_has(tmp_path):
     assert "--enable-lora" not in launch(tmp_path, lora_rank=20).arguments
     command = launch(tmp_path, lora_rank=20, lora_sync="adapter")
     assert value_of(command, "--max-lora-rank") == "32"
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_only_versions_with_the_scale_out_flag_get_it(tmp_path: Path) -> None:
+def test_only_versions_with_the_scale_out_flag_get_it(tmp_path):
     assert "--enable-scale-out" in launch(tmp_path, "0.32.0").arguments
     assert "--enable-scale-out" in launch(tmp_path, "0.30.1").arguments
     older = launch(tmp_path, "0.29.0")
@@ -106,13 +102,13 @@ def test_only_versions_with_the_scale_out_flag_get_it(tmp_path: Path) -> None:
         launch(tmp_path, "0.25.0")
 
 
-def test_the_engine_computes_in_the_runs_inference_dtype(tmp_path: Path) -> None:
+def test_the_engine_computes_in_the_runs_inference_dtype(tmp_path):
     assert value_of(launch(tmp_path), "--dtype") == "bfloat16"
     assert value_of(launch(tmp_path, mixed_precision_dtype=None, model_dtype="float16"), "--dtype") == "float16"
     assert value_of(launch(tmp_path, inference_dtype="float32"), "--dtype") == "float32"
 
 
-def test_the_engine_runs_all_request_slots(tmp_path: Path) -> None:
+def test_the_engine_runs_all_request_slots(tmp_path):
     command = launch(tmp_path, max_concurrent_prompts_per_server=512, group_size=8)
     assert value_of(command, "--max-num-seqs") == "4096"
     assert int(value_of(command, "--max-num-batched-tokens")) >= 4096
@@ -120,7 +116,7 @@ def test_the_engine_runs_all_request_slots(tmp_path: Path) -> None:
     assert value_of(launch(tmp_path, max_num_seqs=5), "--max-num-seqs") == "5"
 
 
-def test_a_wrapper_is_served_for_text_alone(tmp_path: Path) -> None:
+def test_a_wrapper_is_served_for_text_alone(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     for config_json, has_flag in (
@@ -133,26 +129,26 @@ def test_a_wrapper_is_served_for_text_alone(tmp_path: Path) -> None:
         assert not has_flag or set(json.loads(value_of(command, "--limit-mm-per-prompt")).values()) == {0}
 
 
-def test_the_log_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> None:
+def test_the_log_does_not_grow_with_the_number_of_requests(tmp_path):
     flags = {"--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-log-error-stack"}
     assert flags <= set(launch(tmp_path).arguments)
 
 
-def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path: Path) -> None:
+def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path):
     command = launch(tmp_path, max_model_len=5000)
     assert "--no-enable-chunked-prefill" in command.arguments
     assert int(value_of(command, "--max-num-batched-tokens")) >= 5000
     assert "--no-enable-chunked-prefill" not in launch(tmp_path, on_cpu=False).arguments
 
 
-def test_eager_on_the_cpu_and_graphs_on_gpus_by_default(tmp_path: Path) -> None:
+def test_eager_on_the_cpu_and_graphs_on_gpus_by_default(tmp_path):
     assert "--enforce-eager" in launch(tmp_path, on_cpu=True).arguments
     assert "--enforce-eager" not in launch(tmp_path, on_cpu=False).arguments
     assert "--enforce-eager" in launch(tmp_path, on_cpu=False, inference_enforce_eager=True).arguments
     assert "--enforce-eager" not in launch(tmp_path, on_cpu=True, inference_enforce_eager=False).arguments
 
 
-def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path: Path) -> None:
+def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path):
     on_cpu = launch(tmp_path, inference_kv_cache_gib=1.5, inference_threads=1)
     assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert on_cpu.environment["OMP_NUM_THREADS"] == "1"
@@ -162,21 +158,21 @@ def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path: Path) 
     assert "OMP_NUM_THREADS" not in on_gpu.environment
 
 
-def test_the_only_worker_on_a_cpu_needs_no_process_of_its_own(tmp_path: Path) -> None:
+def test_the_only_worker_on_a_cpu_needs_no_process_of_its_own(tmp_path):
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     assert launch(tmp_path, on_cpu=True).environment[name] == "0"
     assert name not in launch(tmp_path, on_cpu=True, inference_tensor_parallel_size=2).environment
     assert name not in launch(tmp_path, on_cpu=False).environment
 
 
-def test_the_kv_cache_of_a_server_on_the_cpu_is_shared_by_its_workers(tmp_path: Path) -> None:
+def test_the_kv_cache_of_a_server_on_the_cpu_is_shared_by_its_workers(tmp_path):
     two = launch(
         tmp_path, inference_kv_cache_gib=6, inference_tensor_parallel_size=2, inference_num_workers=2
     ).environment
     assert two["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 
-def test_the_workers_of_a_server_meet_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_of_a_server_meet_on_loopback(tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     shape = {"inference_tensor_parallel_size": 2, "inference_num_workers": 2}
     assert launch(tmp_path, **shape).environment["GLOO_SOCKET_IFNAME"] == "lo"
@@ -185,24 +181,24 @@ def test_the_workers_of_a_server_meet_on_loopback(tmp_path: Path, monkeypatch: p
     assert "GLOO_SOCKET_IFNAME" not in launch(tmp_path, **shape).environment
 
 
-def test_experts_on_a_gpu_keep_their_loaded_layout(tmp_path: Path) -> None:
+def test_experts_on_a_gpu_keep_their_loaded_layout(tmp_path):
     model = write_model_folder(tmp_path / "m", model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64)
     assert value_of(launch_on_gpu(tmp_path, str(model), None), "--moe-backend") == "triton"
     dense = write_model_folder(tmp_path / "dense")
     assert "--moe-backend" not in launch_on_gpu(tmp_path, str(dense), None).arguments
 
 
-def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+def test_remote_code_runs_only_when_asked_for(tmp_path):
     assert "--trust-remote-code" not in launch(tmp_path).arguments
     assert "--trust-remote-code" in launch(tmp_path, trust_remote_code=True).arguments
 
 
-def test_a_restarted_server_must_be_updated_before_it_samples(tmp_path: Path) -> None:
+def test_a_restarted_server_must_be_updated_before_it_samples(tmp_path):
     assert REQUIRE_UPDATE_VARIABLE not in launch(tmp_path).environment
     assert launch(tmp_path, restarted=True).environment[REQUIRE_UPDATE_VARIABLE] == "1"
 
 
-def test_chat_settings_reach_the_openai_compatible_api(tmp_path: Path) -> None:
+def test_chat_settings_reach_the_openai_compatible_api(tmp_path):
     command = launch(
         tmp_path,
         chat_template="{{ messages }}",
@@ -219,20 +215,20 @@ def test_chat_settings_reach_the_openai_compatible_api(tmp_path: Path) -> None:
     assert not {"--chat-template", "--tool-call-parser", "--reasoning-parser"} & set(plain)
 
 
-def test_the_users_own_vllm_plugins_stay_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_vllm_plugins_stay_enabled(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "theirs")
     assert launch(tmp_path).environment["VLLM_PLUGINS"] == "theirs,telescope"
     monkeypatch.delenv("VLLM_PLUGINS")
     assert "VLLM_PLUGINS" not in launch(tmp_path).environment
 
 
-def test_tensor_parallel_workers_are_vllms_own_processes(tmp_path: Path) -> None:
+def test_tensor_parallel_workers_are_vllms_own_processes(tmp_path):
     command = launch(tmp_path, on_cpu=False, inference_num_workers=4, inference_tensor_parallel_size=2)
     assert value_of(command, "--tensor-parallel-size") == "2"
     assert value_of(command, "--distributed-executor-backend") == "mp"
 
 
-def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path: Path) -> None:
+def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path):
     command = launch(tmp_path)
     module, _, name = value_of(command, "--scheduler-cls").rpartition(".")
     spec = importlib.util.find_spec(module)
@@ -241,7 +237,7 @@ def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path: Path) ->
     assert command.environment[STEP_METER_VARIABLE] == str(tmp_path / "steps-8100")
 
 
-def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory() -> None:
+def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory():
     fields = {"max_model_len": 1024, "max_tokens": 512, "inference_dtype": "float32", "max_num_seqs": 64}
     shape = ModelShape(4, 128, 512, 4, 2, 32, 384, True)
     per_token = 2 * 4 * 2 * 32 * 4
@@ -251,7 +247,7 @@ def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory() -> None:
     assert kv_cache_gib(config(**fields), None, 2**40) == 4.0
 
 
-def test_shape_of_a_nested_and_of_an_absent_model(tmp_path: Path) -> None:
+def test_shape_of_a_nested_and_of_an_absent_model(tmp_path):
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": sizes}))
@@ -273,13 +269,13 @@ def test_shape_of_a_nested_and_of_an_absent_model(tmp_path: Path) -> None:
         ("please pass the argument `trust_remote_code=True`", "trust_remote_code"),
     ],
 )
-def test_known_failures_name_the_field_to_change(log: str, fix: str) -> None:
+def test_known_failures_name_the_field_to_change(log, fix):
     hint = hint_for(f"INFO something\n{log}\nmore")
     assert hint is not None
     assert fix in hint
 
 
-def test_an_unknown_failure_gets_no_invented_hint() -> None:
+def test_an_unknown_failure_gets_no_invented_hint():
     assert hint_for("Segmentation fault") is None
 
 
@@ -290,20 +286,20 @@ def test_an_unknown_failure_gets_no_invented_hint() -> None:
         "Free memory on device (139.29/139.8 GiB) on startup. Desired GPU memory utilization is (0.85, 119.28 GiB).",
     ],
 )
-def test_what_every_start_logs_explains_no_failure(line: str) -> None:
+def test_what_every_start_logs_explains_no_failure(line):
     assert hint_for(f"{line}\nSegmentation fault") is None
     full = "ValueError: Free memory on device cuda:0 (2/80 GiB) on startup is less than desired GPU memory utilization"
     assert "gpu_memory_utilization" in str(hint_for(f"{line}\n{full}"))
 
 
-def test_memory_for_the_staging_buffer_is_kept_free_of_kv_cache(tmp_path: Path) -> None:
+def test_memory_for_the_staging_buffer_is_kept_free_of_kv_cache(tmp_path):
     command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30)
     second_copy = 2 * 4_022_468_096 + 2 * 151936 * 2560 + (256 << 20)
     assert float(value_of(command, "--gpu-memory-utilization")) == pytest.approx(0.9 - second_copy / (140 << 30), 1e-3)
     assert command.environment[TRANSFER_VARIABLE] == "auto"
 
 
-def test_a_server_gets_the_reason_for_weights_in_place(tmp_path: Path) -> None:
+def test_a_server_gets_the_reason_for_weights_in_place(tmp_path):
     for command in (
         launch_on_gpu(tmp_path, "acme/unknown", 140 << 30),
         launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", None),
@@ -316,16 +312,16 @@ def test_a_server_gets_the_reason_for_weights_in_place(tmp_path: Path) -> None:
     assert value_of(chosen, "--gpu-memory-utilization") == "0.9"
 
 
-def test_the_engine_decides_the_weight_transfer_on_a_cpu(tmp_path: Path) -> None:
+def test_the_engine_decides_the_weight_transfer_on_a_cpu(tmp_path):
     assert launch(tmp_path, weight_transfer="background").environment[TRANSFER_VARIABLE] == "background"
 
 
-def test_a_staging_buffer_that_leaves_no_kv_cache_is_refused(tmp_path: Path) -> None:
+def test_a_staging_buffer_that_leaves_no_kv_cache_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds 0 tokens.*in_place, which saves 30\.4 GiB"):
         launch_on_gpu(tmp_path, "Qwen/Qwen3-14B", 66 << 30, weight_transfer="background")
 
 
-def test_quantization_is_passed_on_with_kernels_that_keep_scales_readable(tmp_path: Path) -> None:
+def test_quantization_is_passed_on_with_kernels_that_keep_scales_readable(tmp_path):
     chosen = {"inference_quantization": "fp8_per_block", "inference_dtype": "bfloat16"}
     command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, **chosen)
     assert value_of(command, "--quantization") == "fp8_per_block"
@@ -336,13 +332,13 @@ def test_quantization_is_passed_on_with_kernels_that_keep_scales_readable(tmp_pa
         launch(tmp_path, **chosen)
 
 
-def test_a_gpu_without_fp8_is_named() -> None:
+def test_a_gpu_without_fp8_is_named():
     hint = hint_for("ValueError: inference_quantization needs GPUs with FP8; this one has (8, 0)")
     assert hint is not None
     assert "inference_quantization" in hint
 
 
-def test_routes_are_asked_for_with_the_runner_that_returns_them(tmp_path: Path) -> None:
+def test_routes_are_asked_for_with_the_runner_that_returns_them(tmp_path):
     command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, router_replay=True)
     assert "--enable-return-routed-experts" in command.arguments
     assert "VLLM_USE_V2_MODEL_RUNNER" not in command.environment, "0.26 returns them from its first runner"

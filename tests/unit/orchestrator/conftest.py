@@ -1,7 +1,5 @@
 """Skips full garbage collections, which take longer than most of these tests in pytest's heap."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

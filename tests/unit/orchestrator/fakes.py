@@ -1,7 +1,5 @@
 """Small orchestrator objects, and recorders that check rows against their tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

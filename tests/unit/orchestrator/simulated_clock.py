@@ -4,8 +4,6 @@ Time jumps to the next timer when no callback is ready, so that a run of hours t
 time. Work for threads is done in place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

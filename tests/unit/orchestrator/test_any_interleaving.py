@@ -4,8 +4,6 @@ Each example is a whole run on a simulated clock; `Simulation.check` asserts wha
 task waits for another is a `Deadlock`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """A training batch: which advantage each token gets, and which step and version it is trained as."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tests.unit.orchestrator.fakes import config_of, group

@@ -1,7 +1,5 @@
 """The error budget: what counts as a failed sample, when it ends a run, and the message."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -38,14 +36,12 @@ def fate(events: list[str], max_share: float) -> tuple[int, str] | None:
     st.lists(st.sampled_from(["sample", "failure", "prompt", "prompt"]), max_size=200),
     st.sampled_from([0.0, 0.2, 0.5, 1.0]),
 )
-def test_prompts_in_between_change_nothing(events: list[str], max_share: float) -> None:
+def test_prompts_in_between_change_nothing(events, max_share):
     assert fate(events, max_share) == fate([event for event in events if event != "prompt"], max_share)
 
 
 @given(st.integers(0, 400), st.integers(1, 100), st.sampled_from([0.2, 0.5, 1.0]))
-def test_a_run_ends_exactly_when_more_than_the_share_of_its_samples_failed(
-    num_good: int, num_bad: int, max_share: float
-) -> None:
+def test_a_run_ends_exactly_when_more_than_the_share_of_its_samples_failed(num_good, num_bad, max_share):
     def is_over(bad: int) -> bool:
         return bad >= MIN_FAILURES and bad > max_share * (num_good + bad)
 
@@ -59,7 +55,7 @@ def test_a_run_ends_exactly_when_more_than_the_share_of_its_samples_failed(
         assert f"'bad' failed {first} of its last {num_good + first} samples" in end[1]
 
 
-def test_only_the_newest_samples_count() -> None:
+def test_only_the_newest_samples_count():
     few = ["failure"] * (MIN_FAILURES - 1)
     assert fate([*few, *["sample"] * WINDOW, *few], 0.001) is None
     end = fate(["sample"] * 10 * WINDOW + ["failure"] * 200, 0.2)
@@ -68,13 +64,13 @@ def test_only_the_newest_samples_count() -> None:
     assert "103 x boom" in end[1]
 
 
-def test_a_budget_of_zero_ends_at_the_first_failure() -> None:
+def test_a_budget_of_zero_ends_at_the_first_failure():
     end = fate(["sample"] * 100 + ["failure"], 0.0)
     assert end is not None
     assert "failed 1 of its last 101 samples, more than environment_error_budget = 0." in end[1]
 
 
-def test_failed_prompts_are_a_share_of_the_prompts() -> None:
+def test_failed_prompts_are_a_share_of_the_prompts():
     budget = ErrorBudget(0.5)
     for item in range(200):  # before any sample, every third fails
         if item % 3:
@@ -90,7 +86,7 @@ def test_failed_prompts_are_a_share_of_the_prompts() -> None:
         mostly.failed("prompts", "bad", 100, "no such item")
 
 
-def test_each_environment_has_its_own_budget() -> None:
+def test_each_environment_has_its_own_budget():
     budget = ErrorBudget(0.2)
     for item in range(MIN_FAILURES - 1):
         budget.failed("samples", "one", item, "boom")
@@ -99,7 +95,7 @@ def test_each_environment_has_its_own_budget() -> None:
         budget.failed("samples", "two", 0, "boom")
 
 
-def test_each_cause_is_reported_once_with_an_example_item() -> None:
+def test_each_cause_is_reported_once_with_an_example_item():
     budget = ErrorBudget(0.2)
     broken = "compute_reward failed: ValueError: my reward is broken (environment.py:19)"
     with pytest.raises(RunError) as caught:  # noqa: PT012
@@ -119,7 +115,7 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
     )
 
 
-def test_reported_messages_are_short_and_without_control_sequences() -> None:
+def test_reported_messages_are_short_and_without_control_sequences():
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
         budget.failed(
@@ -131,7 +127,7 @@ def test_reported_messages_are_short_and_without_control_sequences() -> None:
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
-async def test_an_environment_that_always_fails_has_failed_all_its_samples(group_size: int) -> None:
+async def test_an_environment_that_always_fails_has_failed_all_its_samples(group_size):
     run = InMemoryRun(config_of(group_size=group_size, prompt_prefetch_buffer_size=64))
 
     async def broken(key: str, index: int, *arguments: object, **options: object) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints on disk: complete or absent, pruned as configured, and read again."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -77,7 +75,7 @@ class Saving:
             await self.checkpointer.after_step(step, lambda step=step: RunState(step=step))
 
 
-async def test_every_nth_step_and_the_last_one_are_saved(tmp_path: Path) -> None:
+async def test_every_nth_step_and_the_last_one_are_saved(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=2)
     await saving.steps(5)
     await saving.checkpointer.save_last(5, lambda: RunState(step=5))
@@ -88,7 +86,7 @@ async def test_every_nth_step_and_the_last_one_are_saved(tmp_path: Path) -> None
     assert [span["step"] for span in saving.recorder.of("spans", name="checkpoint")] == [2, 4, 5]
 
 
-async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None:
+async def test_without_checkpoint_every_nothing_is_saved(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=0)
     await saving.steps(3)
     await saving.checkpointer.save_last(3, lambda: RunState(step=3))
@@ -96,7 +94,7 @@ async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None
     assert saving.status.phase == RunStatus("test", 10).phase, "it does not say that one is written"
 
 
-async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_path: Path) -> None:
+async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1)
     saving.trainer.may_finish.clear()
     await saving.steps(1)
@@ -111,7 +109,7 @@ async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_pa
 
 
 @pytest.mark.parametrize("fails", ["error", "copy_error"])
-async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path, fails: str) -> None:
+async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
     saving = Saving(tmp_path, checkpoint_every=1)
     await saving.steps(1)
     await saving.checkpointer.wait()
@@ -129,7 +127,7 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path, fails: 
 
 
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
-async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path: Path, slow: str) -> None:
+async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path, slow):
     saving = Saving(tmp_path, checkpoint_every=1)
     await saving.steps(1)
     await saving.checkpointer.wait()
@@ -148,7 +146,7 @@ async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path: Pa
     assert news.endswith("The newest is step_1")
 
 
-async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_path: Path) -> None:
+async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=5)
     saving.seconds_left = 60.0
     await saving.checkpointer.save_last(2, lambda: RunState(step=2))
@@ -156,7 +154,7 @@ async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_pat
 
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))
-def test_the_newest_and_the_multiples_are_kept(steps: set[int], keep_last: int, keep_every: int | None) -> None:
+def test_the_newest_and_the_multiples_are_kept(steps, keep_last, keep_every):
     removed = steps_to_remove(steps, keep_last, keep_every)
     kept = steps - set(removed)
     assert set(sorted(steps)[-keep_last:]) <= kept
@@ -164,14 +162,14 @@ def test_the_newest_and_the_multiples_are_kept(steps: set[int], keep_last: int, 
         assert (step in kept) == (keep_every is not None and step % keep_every == 0)
 
 
-async def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+async def test_old_checkpoints_are_removed(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=2, checkpoint_keep_every=3)
     await saving.steps(7)
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [3, 6, 7]
 
 
-async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_checkpoints(tmp_path: Path) -> None:
+async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_checkpoints(tmp_path):
     await (first := Saving(tmp_path, checkpoint_every=1)).steps(4)
     await first.checkpointer.wait()
     again = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=1)
@@ -186,7 +184,7 @@ async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_che
     assert again.folder.steps() == [3]
 
 
-async def test_the_state_is_read_back(tmp_path: Path) -> None:
+async def test_the_state_is_read_back(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1)
     state = RunState(step=1, sampler=SamplerPosition(9, (3, 5)))
     await saving.checkpointer.after_step(1, lambda: state)
@@ -200,9 +198,7 @@ async def test_the_state_is_read_back(tmp_path: Path) -> None:
     ("wanted", "message"),
     [(True, "holds no complete checkpoint"), (3, "step_3 does not exist. There is step_1, step_2")],
 )
-async def test_a_missing_checkpoint_is_refused_with_those_that_exist(
-    tmp_path: Path, wanted: bool | int, message: str
-) -> None:
+async def test_a_missing_checkpoint_is_refused_with_those_that_exist(tmp_path, wanted, message):
     saving = Saving(tmp_path, checkpoint_every=1)
     if wanted is not True:
         await saving.steps(2)
@@ -211,7 +207,7 @@ async def test_a_missing_checkpoint_is_refused_with_those_that_exist(
         saving.folder.load(wanted)
 
 
-async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
+async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1)
     await saving.steps(1)
     await saving.checkpointer.wait()
@@ -221,7 +217,7 @@ async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path:
         saving.folder.load(True)
 
 
-def test_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
+def test_partial_checkpoints_are_ignored_and_removed(tmp_path):
     folder = CheckpointFolder(tmp_path)
     (folder.begin(4) / "shard").write_text("half")
     (tmp_path / "step_9").mkdir()  # without meta.json, as a copy that was broken off

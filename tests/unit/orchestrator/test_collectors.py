@@ -1,7 +1,5 @@
 """Collecting gauges into the record, with independent sources."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from types import SimpleNamespace

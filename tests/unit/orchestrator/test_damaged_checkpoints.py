@@ -1,7 +1,5 @@
 """Damaged, edited and odd files of a checkpoint are errors of one line that name the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -35,7 +33,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_in_any_file_is_found_on_resume_and_conversion(saved: Resuming, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_file_is_found_on_resume_and_conversion(saved, tmp_path):
     names = [name for name in files_below(saved.path) if name != META]
     assert {"__0_0.distcp", ".metadata", STATE, "hf_meta/config.json"} <= set(names)
     for name in names:
@@ -54,7 +52,7 @@ def test_a_flipped_bit_in_any_file_is_found_on_resume_and_conversion(saved: Resu
     assert not (tmp_path / "model").exists()
 
 
-def test_a_renamed_checkpoint_is_not_that_of_another_step(saved: Resuming, tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_is_not_that_of_another_step(saved, tmp_path):
     for name in ("step_0002", "step_٢", "step_7"):
         shutil.copytree(saved.path, tmp_path / name)
     assert CheckpointFolder(tmp_path).steps() == [7]
@@ -113,9 +111,7 @@ def check_error(use: Callable[[], object]) -> None:
 @pytest.mark.parametrize("name", [META, STATE])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=JSON, removed=st.booleans())
-def test_any_json_is_read_or_refused_in_one_line(
-    saved: Resuming, tmp_path: Path, name: str, data: st.DataObject, value: Any, removed: bool
-) -> None:
+def test_any_json_is_read_or_refused_in_one_line(saved, tmp_path, name, data, value, removed):
     kept = (saved.path / name).read_bytes()
     document = json.loads(kept)
     if name == META:
@@ -132,9 +128,7 @@ def test_any_json_is_read_or_refused_in_one_line(
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "3", '"x"', "{", "\x00", "[" * 100_000, '{"layout": 2}'])
 @pytest.mark.parametrize("name", [META, STATE])
-def test_a_file_that_is_no_checkpoint_s_json_is_refused_by_its_name(
-    saved: Resuming, tmp_path: Path, name: str, text: str
-) -> None:
+def test_a_file_that_is_no_checkpoint_s_json_is_refused_by_its_name(saved, tmp_path, name, text):
     copy = tmp_path / "step_2"
     shutil.copytree(saved.path, copy)
     (copy / name).write_text(text)

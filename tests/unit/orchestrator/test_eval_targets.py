@@ -1,7 +1,5 @@
 """What `telescope eval` measures: finding models and evals, and refusing what cannot be."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

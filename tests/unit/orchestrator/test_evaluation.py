@@ -1,7 +1,5 @@
 """Evals: their environments, their held-out items, and that no held-out item is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """Sample filters, the overlong penalty, and the rewards that decide a group's learning signal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The trained model is saved where there is space for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups: what counts as a sample, what counts as a learning signal, and when a run has none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

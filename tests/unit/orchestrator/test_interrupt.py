@@ -1,7 +1,5 @@
 """Stop signals: the first requests a stop, the second ends the process, and a start is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import termios
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fakes import tick
@@ -48,7 +45,7 @@ async def installed(interrupt: Interrupt) -> AsyncIterator[Interrupt]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-async def test_the_first_signal_asks_for_a_stop(installed: Interrupt, number: int) -> None:
+async def test_the_first_signal_asks_for_a_stop(installed, number):
     stopped = asyncio.Event()
     installed.on_first(stopped.set)
     assert not installed.requested
@@ -58,9 +55,7 @@ async def test_the_first_signal_asks_for_a_stop(installed: Interrupt, number: in
     assert "Ctrl-C again" in installed._status.phase
 
 
-def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
-    interrupt: Interrupt, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(interrupt, capfd):
     actions: list[str] = []
     interrupt.on_second(lambda: actions.append("second"))
     interrupt._signalled()
@@ -72,7 +67,7 @@ def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
     assert "at once" in capfd.readouterr().err
 
 
-def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt: Interrupt) -> None:
+def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt):
     calls: list[str] = []
     interrupt.on_first(lambda: calls.append("before"))
     interrupt._signalled()
@@ -80,7 +75,7 @@ def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt: 
     assert calls == ["before", "after"]
 
 
-async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt: Interrupt) -> None:
+async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt):
     steps: list[str] = []
 
     async def start() -> None:
@@ -97,7 +92,7 @@ async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt: Interrupt)
     assert steps == ["cleaned up"]
 
 
-async def test_nothing_is_started_after_a_signal(interrupt: Interrupt) -> None:
+async def test_nothing_is_started_after_a_signal(interrupt):
     started: list[bool] = []
 
     async def start() -> None:
@@ -109,7 +104,7 @@ async def test_nothing_is_started_after_a_signal(interrupt: Interrupt) -> None:
     assert not started
 
 
-async def test_an_undisturbed_start_returns_its_value_and_its_errors(interrupt: Interrupt) -> None:
+async def test_an_undisturbed_start_returns_its_value_and_its_errors(interrupt):
     async def value() -> int:
         return 42
 
@@ -121,7 +116,7 @@ async def test_an_undisturbed_start_returns_its_value_and_its_errors(interrupt: 
         await interrupt.run_until_first(broken())
 
 
-async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(interrupt: Interrupt) -> None:
+async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(interrupt):
     running = asyncio.create_task(interrupt.run_until_first(asyncio.Event().wait()))
     await tick(3)
     running.cancel()
@@ -134,7 +129,7 @@ TERM, HUP = signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.mark.parametrize("numbers", [(TERM, TERM, HUP, TERM), (HUP, HUP)], ids=["a scheduler", "a lost terminal"])
-async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed: Interrupt, numbers: tuple[int, ...]):
+async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed, numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
         await tick(3)
@@ -143,7 +138,7 @@ async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed: Int
         installed._signalled()  # Ctrl-C by an impatient person
 
 
-async def test_nohup_keeps_a_run_alive_on_sighup(interrupt: Interrupt) -> None:
+async def test_nohup_keeps_a_run_alive_on_sighup(interrupt):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupt.install(asyncio.get_running_loop())
     os.kill(os.getpid(), signal.SIGHUP)
@@ -170,7 +165,7 @@ asyncio.run(main())
 """
 
 
-def test_a_closed_terminal_does_not_break_the_clean_end(tmp_path: Path) -> None:
+def test_a_closed_terminal_does_not_break_the_clean_end(tmp_path):
     driver, terminal = os.openpty()
     ended = tmp_path / "ended"
     run = subprocess.Popen(

@@ -1,7 +1,5 @@
 """The loops over in-memory objects: record rows, opened groups, and wake-ups."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -27,7 +25,7 @@ from telescope.trainer.batch import StepInput, StepResult, TrainSample
 from telescope.utils.process import rare_full_collections
 
 
-async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups() -> None:
+async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups():
     run = InMemoryRun(config_of(number_of_steps=3))
     await run.run()
     steps = run.recorder.of("steps")
@@ -44,7 +42,7 @@ async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups()
         assert sum(sample["advantage"] for sample in samples) == pytest.approx(0, abs=1e-6)
 
 
-async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
+async def test_tokens_of_each_step_add_up_to_all_that_was_generated():
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
     await run.run()
     assert sum(row["num_tokens_generated"] for row in run.recorder.of("steps")) == run.status.num_tokens_generated
@@ -58,7 +56,7 @@ async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
         assert metrics["performance/samples_per_second"] * seconds == pytest.approx(row["num_samples"])
 
 
-async def test_full_collections_are_rare_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_collections_are_rare_while_a_run_trains(monkeypatch):
     monkeypatch.setattr(orchestrator, "rare_full_collections", rare_full_collections)
     run = InMemoryRun(config_of(number_of_steps=1))
     frozen: list[int] = []
@@ -74,7 +72,7 @@ async def test_full_collections_are_rare_while_a_run_trains(monkeypatch: pytest.
     assert gc.get_freeze_count() == 0
 
 
-async def test_nothing_is_generated_beyond_the_last_step() -> None:
+async def test_nothing_is_generated_beyond_the_last_step():
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=3))
     await run.run()
     ledger = run.orchestrator.ledger
@@ -86,9 +84,7 @@ async def test_nothing_is_generated_beyond_the_last_step() -> None:
 
 @pytest.mark.parametrize("resumed_after", [1, 2, 3])
 @pytest.mark.parametrize("max_async_rollout", [0, 2])
-async def test_a_run_resumed_after_any_step_trains_every_prompt_exactly_once(
-    resumed_after: int, max_async_rollout: int
-) -> None:
+async def test_a_run_resumed_after_any_step_trains_every_prompt_exactly_once(resumed_after, max_async_rollout):
     states: dict[int, dict[str, Any]] = {}
     settled: dict[int, set[int]] = {}
 
@@ -118,7 +114,7 @@ async def test_a_run_resumed_after_any_step_trains_every_prompt_exactly_once(
     assert [row["step"] for row in second.recorder.of("steps")] == list(range(resumed_after, 6))
 
 
-async def test_every_step_records_the_sampler_position() -> None:
+async def test_every_step_records_the_sampler_position():
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
     await run.run()
     for row in run.recorder.of("steps"):
@@ -133,7 +129,7 @@ async def test_every_step_records_the_sampler_position() -> None:
     assert (row["next_draw"], row["unfinished_draws"]) == (position.next_draw, list(position.unfinished))
 
 
-async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_before() -> None:
+async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_before():
     run = InMemoryRun(config_of(number_of_steps=3, max_async_rollout=0))
     sync, counted = run.trainer.sync, []
 
@@ -150,7 +146,7 @@ async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_bef
     assert before == after, "a synchronous run opens no group during a sync"
 
 
-async def test_a_batch_takes_the_oldest_finished_groups() -> None:
+async def test_a_batch_takes_the_oldest_finished_groups():
     run = InMemoryRun(config_of(number_of_steps=6, max_async_rollout=3))
     pack, compared = run.orchestrator._pack, []
 
@@ -168,7 +164,7 @@ async def test_a_batch_takes_the_oldest_finished_groups() -> None:
     assert all(newest_taken < remaining for newest_taken, remaining in compared)
 
 
-async def test_held_out_items_are_not_trained_on() -> None:
+async def test_held_out_items_are_not_trained_on():
     made = InMemoryRun(config_of(number_of_steps=8))
     made.rollouts.infos = {"arithmetic": await made.environment.describe("arithmetic")}
     components = SimpleNamespace(
@@ -189,7 +185,7 @@ async def test_held_out_items_are_not_trained_on() -> None:
     assert items <= set(range(32, 64))
 
 
-async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> None:
+async def test_discarded_groups_are_on_record_with_their_reason_and_step():
     run = InMemoryRun(config_of(number_of_steps=6))
     await run.run()
     discarded = run.recorder.of("groups", status="discarded")
@@ -202,7 +198,7 @@ async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> No
     assert counted == len(discarded) == run.status.num_discarded_groups
 
 
-async def test_masked_samples_are_counted_and_recorded_with_what_failed() -> None:
+async def test_masked_samples_are_counted_and_recorded_with_what_failed():
     run = InMemoryRun(config_of(group_size=4, environment_error_budget=1.0))
     advance = run.environment.advance
 
@@ -220,7 +216,7 @@ async def test_masked_samples_are_counted_and_recorded_with_what_failed() -> Non
     assert run.orchestrator.ledger.dropped["all_masked"] == len(run.recorder.of("groups", reason="all_masked"))
 
 
-async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_for() -> None:
+async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_for():
     run = InMemoryRun(config_of())
     run.slots.set_up(0, False)
     running = asyncio.create_task(run.run())
@@ -232,9 +228,7 @@ async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-async def test_rewards_are_scaled_for_training_only_if_configured(
-    scaled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rewards_are_scaled_for_training_only_if_configured(scaled, monkeypatch):
     seen: set[float] = set()
 
     def advantages(samples: list[TrainSample], *arguments: object) -> list[float]:
@@ -254,14 +248,12 @@ async def test_rewards_are_scaled_for_training_only_if_configured(
     ("reward", "low", "high", "expected"),
     [(1.0, 0.0, 2.0, 0.5), (-1.0, -1.0, 1.0, 0.0), (3.0, None, 2.0, 3.0), (3.0, 1.0, 1.0, 3.0)],
 )
-def test_rewards_are_put_on_the_scale_of_their_environment(
-    reward: float, low: float | None, high: float | None, expected: float
-) -> None:
+def test_rewards_are_put_on_the_scale_of_their_environment(reward, low, high, expected):
     assert normalized(reward, low, high) == expected
 
 
 @pytest.mark.parametrize("how", ["a stop", "a failure"])
-async def test_what_is_open_when_a_run_ends_is_on_record_as_cancelled(how: str) -> None:
+async def test_what_is_open_when_a_run_ends_is_on_record_as_cancelled(how):
     run = InMemoryRun(config_of(number_of_steps=100, max_async_rollout=3))
     train_step = run.trainer.train_step
 

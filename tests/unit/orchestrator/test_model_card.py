@@ -1,7 +1,5 @@
 """The card of a model, and what is asked of the hub."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples longer than a micro-batch: an error, or truncated and counted, as configured."""
 
-from __future__ import annotations
-
 import pytest
 from tests.unit.orchestrator.fakes import config_of, group
 

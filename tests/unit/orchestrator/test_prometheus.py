@@ -1,7 +1,5 @@
 """A run's state as Prometheus reads it."""
 
-from __future__ import annotations
-
 from urllib.request import urlopen
 
 import pytest

@@ -1,7 +1,5 @@
 """The buffer of prompts: how far ahead it works, in which order prompts leave, and which never enter."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -10,7 +10,7 @@ from telescope.rollout.sample import request_seed
 
 
 @given(seed=st.integers(0, 2**31), order=st.permutations(list(range(0, 3000, 97))))
-def test_a_prompt_does_not_depend_on_the_order_of_calls(seed: int, order: list[int]) -> None:
+def test_a_prompt_does_not_depend_on_the_order_of_calls(seed, order):
     straight = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
     shuffled = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
     expected = {n: straight.prompt(n) for n in sorted(order)}
@@ -18,7 +18,7 @@ def test_a_prompt_does_not_depend_on_the_order_of_calls(seed: int, order: list[i
 
 
 @given(size=st.integers(1, 300), held_out=st.integers(0, 40))
-def test_each_epoch_visits_every_item_once_and_no_held_out_item(size: int, held_out: int) -> None:
+def test_each_epoch_visits_every_item_once_and_no_held_out_item(size, held_out):
     sampler = PromptSampler(5, [size + held_out], [1.0], [held_out])
     for epoch in range(3):
         seen = [sampler.prompt(epoch * size + i) for i in range(size)]
@@ -26,7 +26,7 @@ def test_each_epoch_visits_every_item_once_and_no_held_out_item(size: int, held_
         assert {prompt.epoch for prompt in seen} == {epoch}
 
 
-def test_epochs_are_shuffled_differently() -> None:
+def test_epochs_are_shuffled_differently():
     sampler = PromptSampler(0, [100], [1.0], [0])
     first = [sampler.prompt(n).index for n in range(100)]
     second = [sampler.prompt(n).index for n in range(100, 200)]
@@ -34,26 +34,24 @@ def test_epochs_are_shuffled_differently() -> None:
     assert first != sorted(first)
 
 
-def test_environments_are_sampled_by_weight() -> None:
+def test_environments_are_sampled_by_weight():
     sampler = PromptSampler(1, [10, 10, 10], [0.2, 0.3, 0.5], [0, 0, 0])
     counts = np.bincount([sampler.prompt(n).environment for n in range(20_000)], minlength=3) / 20_000
     np.testing.assert_allclose(counts, [0.2, 0.3, 0.5], atol=0.02)
 
 
-def test_another_seed_samples_other_prompts() -> None:
+def test_another_seed_samples_other_prompts():
     one, other = (PromptSampler(seed, [1000], [1.0], [0]) for seed in (1, 2))
     assert [one.prompt(n).index for n in range(20)] != [other.prompt(n).index for n in range(20)]
 
 
-def test_an_environment_that_is_entirely_held_out_is_an_error() -> None:
+def test_an_environment_that_is_entirely_held_out_is_an_error():
     with pytest.raises(ValueError, match="held out"):
         PromptSampler(0, [10], [1.0], [10])
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 64), st.integers(0, 8))
-def test_request_seeds_are_reproducible_and_differ_by_sample_and_turn(
-    seed: int, n: int, sample: int, turn: int
-) -> None:
+def test_request_seeds_are_reproducible_and_differ_by_sample_and_turn(seed, n, sample, turn):
     value = request_seed(seed, n, sample, turn)
     assert value == request_seed(seed, n, sample, turn)
     assert 0 <= value < 2**31

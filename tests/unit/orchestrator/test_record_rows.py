@@ -1,7 +1,5 @@
 """Record rows fit the columns of their tables and survive a round trip."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

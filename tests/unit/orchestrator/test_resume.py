@@ -1,7 +1,5 @@
 """Which checkpoints a run may continue from, and what may change in between."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -84,11 +82,11 @@ def resuming(tmp_path: Path) -> Resuming:
     return Resuming(tmp_path)
 
 
-def test_a_run_without_resume_from_checkpoint_is_new(resuming: Resuming) -> None:
+def test_a_run_without_resume_from_checkpoint_is_new(resuming):
     assert find_checkpoint(resuming.config(resume_from_checkpoint=False), resuming.run_dir) is None
 
 
-def test_changed_fields_are_used_and_listed(resuming: Resuming) -> None:
+def test_changed_fields_are_used_and_listed(resuming):
     assert resuming.find().notes == ()
     changed = resuming.find(learning_rate=1e-3, number_of_steps=20, trainer_num_workers=2)
     note, _ = changed.notes
@@ -114,9 +112,7 @@ COSINE = {"lr_scheduler": "cosine", "learning_rate": 1e-6}
         ({}, {"number_of_steps": 20}, None),
     ],
 )
-def test_a_resume_that_changes_the_learning_rate_says_both_rates(
-    resuming: Resuming, before: dict[str, Any], changes: dict[str, Any], rates: tuple[str, str] | None
-) -> None:
+def test_a_resume_that_changes_the_learning_rate_says_both_rates(resuming, before, changes, rates):
     meta = read_json(resuming.path / META)
     replace_json(resuming.path / META, {**meta, "config": resuming.config(**before).values})
     notes = " ".join(resuming.find(**(before | changes)).notes)
@@ -141,30 +137,28 @@ def test_a_resume_that_changes_the_learning_rate_says_both_rates(
         ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
     ],
 )
-def test_what_cannot_change_is_refused_with_both_values(
-    resuming: Resuming, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_change_is_refused_with_both_values(resuming, changes, message):
     with pytest.raises(UserError, match=message):
         resuming.find(**changes)
 
 
-def test_the_format_and_the_tensors_of_a_checkpoint_cannot_be_forced(resuming: Resuming) -> None:
+def test_the_format_and_the_tensors_of_a_checkpoint_cannot_be_forced(resuming):
     for changes in ({"lora_rank": 8}, {"train_backend": "megatron"}):
         with pytest.raises(UserError, match=r"(lora_rank|train_backend) was .* and is .*run_dir$"):
             resuming.find(**changes, resume_force=True)
 
 
-def test_layers_and_scale_of_adapters_cannot_change(resuming: Resuming) -> None:
+def test_layers_and_scale_of_adapters_cannot_change(resuming):
     before = resuming.config(lora_rank=8).values
     fixed, used = changed_fields(before, resuming.config(lora_rank=8, lora_alpha=3, lora_target_modules=["q_proj"]))
     assert (sorted(fixed), used) == (["lora_alpha", "lora_target_modules"], {})
 
 
-def test_fields_of_adapters_change_freely_without_adapters(resuming: Resuming) -> None:
+def test_fields_of_adapters_change_freely_without_adapters(resuming):
     assert resuming.find(lora_target_modules=["q_proj"], lora_alpha=3).notes == ()
 
 
-def test_adapters_continue_on_the_model_that_they_were_trained_for(resuming: Resuming, tmp_path: Path) -> None:
+def test_adapters_continue_on_the_model_that_they_were_trained_for(resuming, tmp_path):
     moved = str(write_model_folder(tmp_path / "moved"))
     assert resuming.find(model=moved).notes, "a checkpoint of all weights needs no model"
     before = resuming.config(lora_rank=8)
@@ -172,7 +166,7 @@ def test_adapters_continue_on_the_model_that_they_were_trained_for(resuming: Res
     assert (list(fixed), used) == (["model"], {})
 
 
-def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(resuming: Resuming) -> None:
+def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(resuming):
     forced = resuming.find(seed=7, resume_force=True)
     assert forced.notes == ("resume_force: continues although seed was 0 and is 7",)
     assert (forced.state.groups, forced.state.sampler) == ([], SamplerPosition(6))
@@ -180,13 +174,13 @@ def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(r
     assert resuming.find(model_dtype="bfloat16", resume_force=True).state.groups, "the prompts are the same"
 
 
-def test_a_model_of_another_shape_is_refused_by_its_sizes(resuming: Resuming, tmp_path: Path) -> None:
+def test_a_model_of_another_shape_is_refused_by_its_sizes(resuming, tmp_path):
     other = write_model_folder(tmp_path / "other", hidden_size=128)
     with pytest.raises(UserError, match=r"of another model than model .*other.*hidden_size was 64 and is 128"):
         resuming.find(model=str(other))
 
 
-def test_the_model_may_have_moved(resuming: Resuming, tmp_path: Path) -> None:
+def test_the_model_may_have_moved(resuming, tmp_path):
     moved = write_model_folder(tmp_path / "moved")
     assert "model " in resuming.find(model=str(moved)).notes[0]
     (moved / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 1}, "merges": []}}))
@@ -206,7 +200,7 @@ def test_the_model_may_have_moved(resuming: Resuming, tmp_path: Path) -> None:
         (lambda path: replace_json(path / META, {**read_json(path / META), "layout": 9}), "layout 9.*reads layout 1"),
     ],
 )
-def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming: Resuming, damage: Any, message: str) -> None:
+def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming, damage, message):
     damage(resuming.path)
     with pytest.raises(UserError, match=message):
         resuming.find()
@@ -225,7 +219,7 @@ def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming: Resumi
         ([*range(42), 700, *range(43, 100)], r"data: arithmetic has other items, and item 42 "),
     ],
 )
-def test_changed_data_is_refused_with_what_differs(resuming: Resuming, items: list[int] | range, message: str) -> None:
+def test_changed_data_is_refused_with_what_differs(resuming, items, message):
     checkpoint = resuming.find()
     assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
     data = data_of(items)
@@ -236,13 +230,13 @@ def test_changed_data_is_refused_with_what_differs(resuming: Resuming, items: li
     assert "the data changed" in forced.notes[-1]
 
 
-def test_the_data_of_a_checkpoint_of_an_earlier_version_is_compared_by_its_sizes(resuming: Resuming) -> None:
+def test_the_data_of_a_checkpoint_of_an_earlier_version_is_compared_by_its_sizes(resuming):
     checkpoint = resuming.find()
     checkpoint.state.data["arithmetic"] = {"items": 100, "held_out": 0}
     assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
 
 
-def test_a_difference_deep_in_a_long_value_is_shown_with_its_place(resuming: Resuming) -> None:
+def test_a_difference_deep_in_a_long_value_is_shown_with_its_place(resuming):
     def environments(last: str) -> list[dict[str, Any]]:
         return [{"name": "arithmetic", "kwargs": {"paths": ["a", {"url": "x" * 300 + last}], "hash": "4e7"}}]
 
@@ -255,7 +249,7 @@ def test_a_difference_deep_in_a_long_value_is_shown_with_its_place(resuming: Res
         resuming.find(environments=environments("2/train"))
 
 
-def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_defaults(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_defaults(tmp_path):
     first = config_of(run_dir=str(tmp_path / "run"), seed=0, share_gpus=True, max_tokens=32, checkpoint_every=3)
     RunDirectory.create(first, [])
     resumed = load_resumed_config(tmp_path / "run", ["--learning-rate", "2e-6"]).config
@@ -280,9 +274,7 @@ def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_d
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_the_command_refuses_a_bad_resume_with_exit_code_2(
-    resuming: Resuming, flags: list[str], message: str, dry: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_the_command_refuses_a_bad_resume_with_exit_code_2(resuming, flags, message, dry, tmp_path, capsys):
     config = {**resuming.config(environments=[{"name": "countdown"}]).values, "run_dir": None}
     meta = read_json(resuming.path / META)
     replace_json(resuming.path / META, {**meta, "config": config})
@@ -294,9 +286,7 @@ def test_the_command_refuses_a_bad_resume_with_exit_code_2(
     assert sorted(path.name for path in resuming.run_dir.iterdir()) == ["checkpoints", "config.yaml"]
 
 
-def test_a_run_without_a_checkpoint_is_refused_with_the_command_that_starts_it_again(
-    resuming: Resuming, capsys: Any
-) -> None:
+def test_a_run_without_a_checkpoint_is_refused_with_the_command_that_starts_it_again(resuming, capsys):
     (resuming.run_dir / "config.yaml").write_text(json.dumps(resuming.config().values | {"run_dir": None}))
     replace_json(resuming.run_dir / "run.json", {})
     (resuming.path / META).unlink()
@@ -308,9 +298,7 @@ def test_a_run_without_a_checkpoint_is_refused_with_the_command_that_starts_it_a
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_conversion_of_a_run_without_checkpoints_names_its_model(
-    resuming: Resuming, capsys: Any, is_saved: bool
-) -> None:
+def test_a_conversion_of_a_run_without_checkpoints_names_its_model(resuming, capsys, is_saved):
     replace_json(resuming.run_dir / "run.json", {})
     (resuming.path / META).unlink()
     if is_saved:
@@ -321,7 +309,7 @@ def test_a_conversion_of_a_run_without_checkpoints_names_its_model(
     assert (f"{resuming.run_dir}/model has the trained weights" in error) == is_saved
 
 
-def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resuming: Resuming) -> None:
+def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resuming):
     (note,) = resuming.find(number_of_steps=2).notes[1:]
     assert note == "step_2 is after the last step: only the end of the run is left"
 
@@ -337,9 +325,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resum
         ([], ["--number_of_steps=2"], False),
     ],
 )
-def test_a_finished_run_is_left_alone_with_exit_code_0(
-    resuming: Resuming, summary: Any, flags: list[str], finished: bool
-) -> None:
+def test_a_finished_run_is_left_alone_with_exit_code_0(resuming, summary, flags, finished):
     replace_json(resuming.run_dir / "run.json", {})
     replace_json(resuming.run_dir / "summary.json", summary)
     (resuming.run_dir / "config.yaml").write_text(json.dumps(resuming.config().values | {"run_dir": None}))

@@ -1,7 +1,5 @@
 """A run directory that disappears during a run is reported once and does not fail the run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -50,7 +48,7 @@ def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[s
     return lines
 
 
-def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path: Path) -> None:
+def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path):
     directory = make(tmp_path, **QUICK)
     with directory.open_record(console=False):
         assert directory.record_problem() is None
@@ -69,7 +67,7 @@ def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path:
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
 
 
-def test_two_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch) -> None:
+def test_two_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = config_of(wandb_run_name="demo")
     stamped = tmp_path / "runs" / "demo-20260102-030405"
@@ -83,7 +81,7 @@ def test_two_runs_that_start_in_the_same_second_have_directories_of_their_own(tm
     assert paths == [stamped, Path(f"{stamped}-2"), Path(f"{stamped}-3")]
 
 
-def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path):
     (tmp_path / "run").mkdir()
     config = config_of(run_dir=str(tmp_path / "run"))
     assert RunDirectory.create(config, []).path == tmp_path / "run"
@@ -91,7 +89,7 @@ def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path: Path) -> None:
         RunDirectory.create(config_of(run_dir=str(tmp_path / "run" / "config.yaml")), [])
 
 
-def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
+def test_a_recovered_record_is_reported(tmp_path):
     directory = make(tmp_path, **QUICK)
     with directory.open_record(console=False):
         assert directory.record_problem() is None
@@ -102,7 +100,7 @@ def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
         assert directory.record_problem() is None
 
 
-def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_on(tmp_path):
     directory = make(tmp_path, number_of_steps=60)
     with directory.open_record(console=False):
         directory.evaluated_before(0.25)
@@ -114,9 +112,7 @@ def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_
 
 
 @pytest.mark.parametrize(("error", "told"), [(None, ("end", "info")), (RunError("rank 0 exited"), ("run", "error"))])
-def test_the_command_of_alerts_is_told_of_the_end(
-    tmp_path: Path, error: RunError | None, told: tuple[str, str]
-) -> None:
+def test_the_command_of_alerts_is_told_of_the_end(tmp_path, error, told):
     command = ["sh", "-c", f"cat >> {tmp_path}/told"]
     directory = make(tmp_path, alert_command=command)
     with directory.open_record(console=False):
@@ -128,16 +124,14 @@ def test_the_command_of_alerts_is_told_of_the_end(
     assert [row["kind"] for row in recorded] == ([] if error is None else ["run"])
 
 
-def test_rows_that_were_dropped_make_the_record_incomplete(tmp_path: Path) -> None:
+def test_rows_that_were_dropped_make_the_record_incomplete(tmp_path):
     directory = make(tmp_path)
     with directory.open_record(console=False):
         directory.recorder._pending.dropped["turns"] += 3
         assert directory.record_problem() == "rows were dropped while the disk could not be written: 3 of turns"
 
 
-def test_a_failed_run_reports_its_incomplete_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_reports_its_incomplete_record(tmp_path, monkeypatch, capsys):
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
 
     async def lose_the_directory(*arguments: object, **options: object) -> None:
@@ -152,7 +146,7 @@ def test_a_failed_run_reports_its_incomplete_record(
     assert f"The record in {tmp_path / 'run'} is incomplete: " in error
 
 
-def test_the_model_s_config_is_recorded_with_the_start(tmp_path: Path) -> None:
+def test_the_model_s_config_is_recorded_with_the_start(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
     directory = make(tmp_path, model=str(tmp_path / "model"))
@@ -162,21 +156,21 @@ def test_the_model_s_config_is_recorded_with_the_start(tmp_path: Path) -> None:
     assert json.loads(attempt["model_config"]) == {"model_type": "qwen3", "num_hidden_layers": 2}
 
 
-def test_a_run_whose_model_is_elsewhere_starts_without_its_config(tmp_path: Path) -> None:
+def test_a_run_whose_model_is_elsewhere_starts_without_its_config(tmp_path):
     directory = make(tmp_path, model=str(tmp_path / "gone"))
     with directory.open_record(console=False):
         directory.started({}, 0)
     assert Run(tmp_path / "run").attempts()[0]["model_config"] is None
 
 
-def test_the_state_of_a_run_is_plain_values() -> None:
+def test_the_state_of_a_run_is_plain_values():
     status = RunStatus("demo", 60)
     status.set_component("trainer", "waiting for a batch")
     assert json.loads(json.dumps(status.now())) == status.now()
     assert status.now()["components"] == {"trainer": "waiting for a batch"}
 
 
-def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path) -> None:
+def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path):
     blocks = {"rollout_block_size": 1, "event_tail_window_seconds": 7, "event_block_duration_seconds": 8}
     directory = make(tmp_path, metrics_logger_interval_seconds=0.05, **blocks)
     with directory.open_record(console=False) as recorder:
@@ -189,9 +183,7 @@ def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("step", "left"), [(3, []), (5, ["model-step_5"]), (None, ["model-step_5"])])
-def test_results_of_a_stopped_run_do_not_stand_beside_the_resumed_one(
-    tmp_path: Path, step: int | None, left: list[str]
-) -> None:
+def test_results_of_a_stopped_run_do_not_stand_beside_the_resumed_one(tmp_path, step, left):
     directory = make(tmp_path)
     with directory.open_record(console=False):
         directory.started({}, 0)

@@ -1,7 +1,5 @@
 """What a run that is stopped or fails still writes."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +46,8 @@ class Ending:
     ],
 )
 async def test_after_an_error_a_checkpoint_is_written_if_the_ranks_have_the_weights_of_the_last_step(
-    tmp_path: Path, version: int, is_settled: bool, saved: list[int]
-) -> None:
+    tmp_path, version, is_settled, saved
+):
     ending = Ending(tmp_path)
     ending.trainer.version, ending.trainer.is_settled = version, is_settled
     assert ending.training._seconds_left() is None
@@ -61,15 +59,13 @@ async def test_after_an_error_a_checkpoint_is_written_if_the_ranks_have_the_weig
 
 
 @pytest.mark.parametrize(("every", "is_said"), [(9, True), (0, False)])
-async def test_a_checkpoint_after_an_error_is_announced_only_if_one_is_written(
-    tmp_path: Path, every: int, is_said: bool
-) -> None:
+async def test_a_checkpoint_after_an_error_is_announced_only_if_one_is_written(tmp_path, every, is_said):
     ending = Ending(tmp_path, every)
     assert await ending.save() == [3] * is_said
     assert (ending.training.status.phase == "writing a checkpoint after the error") == is_said
 
 
-async def test_a_trainer_that_fails_too_does_not_hide_the_first_error(tmp_path: Path) -> None:
+async def test_a_trainer_that_fails_too_does_not_hide_the_first_error(tmp_path):
     ending = Ending(tmp_path)
     ending.trainer.copy_error = RuntimeError("gone")
     assert await ending.save() == []

@@ -1,7 +1,5 @@
 """The server pool: servers close on failure, return with their weights, or are abandoned."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

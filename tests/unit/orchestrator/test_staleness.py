@@ -1,7 +1,5 @@
 """Stale samples: their age, their abort in the engine, and their counts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

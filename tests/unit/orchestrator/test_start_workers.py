@@ -1,7 +1,5 @@
 """The trainer compiles while the servers start, unless they share GPUs, and only if it has something to compile."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast

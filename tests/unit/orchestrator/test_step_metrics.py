@@ -1,7 +1,5 @@
 """Metrics of a step: their names, their formulas, and the counts of discarded samples."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

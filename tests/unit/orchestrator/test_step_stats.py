@@ -1,7 +1,5 @@
 """Distributions of the numbers of a step's samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The summary of a run, for every way that a run can end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Restarts of the trainer's ranks: what the loops continue with, and when the run ends instead."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -53,9 +51,7 @@ def versions_of(state: RunState) -> dict[int, list[int]]:
     ("sampled", "labels"),
     [([2, 3, 4], [2, 3, 4]), ([4, 5, 6], [4, 3, 2]), ([6, 8], [2, 0]), ([3, 5], [3, 3])],
 )
-def test_tokens_of_lost_versions_are_as_old_as_the_steps_between_their_weights_and_the_checkpoints(
-    sampled: list[int], labels: list[int]
-) -> None:
+def test_tokens_of_lost_versions_are_as_old_as_the_steps_between_their_weights_and_the_checkpoints(sampled, labels):
     state = after_restart(RunState(step=4), lost_at(8, sampled_by(1, *sampled)), ANY_AGE, synchronous=False)
     assert versions_of(state) == {1: labels}
     for version, label in zip(sampled, labels, strict=True):
@@ -63,7 +59,7 @@ def test_tokens_of_lost_versions_are_as_old_as_the_steps_between_their_weights_a
     assert state.groups[0].start_version <= state.groups[0].oldest_version() == min(labels)
 
 
-def test_groups_without_a_label_too_old_or_of_lost_versions_in_synchronous_mode_are_sampled_again() -> None:
+def test_groups_without_a_label_too_old_or_of_lost_versions_in_synchronous_mode_are_sampled_again():
     def groups() -> list[Group]:
         return [sampled_by(1, 2), sampled_by(2, 3), sampled_by(3, 4), sampled_by(4, 5)]
 
@@ -77,7 +73,7 @@ def test_groups_without_a_label_too_old_or_of_lost_versions_in_synchronous_mode_
     assert versions_of(synchronous) == {1: [2]}
 
 
-def test_kept_groups_are_open_and_every_other_prompt_is_unfinished() -> None:
+def test_kept_groups_are_open_and_every_other_prompt_is_unfinished():
     checkpoint = RunState(
         step=2,
         sampler=SamplerPosition(10, (6, 8, 9)),
@@ -144,9 +140,7 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
     bound=st.sampled_from([-1, 1, 3]),
     individual=st.booleans(),
 )
-async def test_every_prompt_is_trained_once_whenever_ranks_are_lost(
-    losses: list[int], every: int, ahead: int, bound: int, individual: bool
-) -> None:
+async def test_every_prompt_is_trained_once_whenever_ranks_are_lost(losses, every, ahead, bound, individual):
     config = config_of(
         number_of_steps=6, max_async_rollout=ahead, max_off_policy_steps=bound, prompt_prefetch_buffer_size=5,
         enable_individual_sample_lanes=individual,
@@ -219,7 +213,7 @@ class Bench:
         return await self.restarts.restart(LOST, loops, self.saving.checkpointer)
 
 
-async def test_ranks_are_replaced_before_the_newest_checkpoint_is_loaded_and_sent(tmp_path: Path) -> None:
+async def test_ranks_are_replaced_before_the_newest_checkpoint_is_loaded_and_sent(tmp_path):
     bench = Bench(tmp_path)
     await bench.saving.steps(2)
     bench.status.step = bench.status.version = 3
@@ -243,9 +237,7 @@ async def test_ranks_are_replaced_before_the_newest_checkpoint_is_loaded_and_sen
     assert [(row["attempt"], row["first_step"]) for row in run.attempts()] == [(1, 0), (2, 2)]
 
 
-async def test_a_checkpoint_whose_ranks_are_lost_while_it_is_written_is_not_waited_for_by_the_restart(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_whose_ranks_are_lost_while_it_is_written_is_not_waited_for_by_the_restart(tmp_path):
     bench = Bench(tmp_path)
     await bench.saving.steps(1)
     await bench.saving.checkpointer.wait()
@@ -256,7 +248,7 @@ async def test_a_checkpoint_whose_ranks_are_lost_while_it_is_written_is_not_wait
     assert bench.saving.folder.steps() == [1]
 
 
-async def test_without_a_complete_checkpoint_the_run_starts_over_with_the_first_weights(tmp_path: Path) -> None:
+async def test_without_a_complete_checkpoint_the_run_starts_over_with_the_first_weights(tmp_path):
     bench = Bench(tmp_path)
     with bench.directory.open_record(console=False):
         assert (await bench.restart()).step == 0
@@ -272,8 +264,8 @@ async def test_without_a_complete_checkpoint_the_run_starts_over_with_the_first_
     ],
 )
 async def test_a_rank_that_cannot_restart_or_is_lost_again_and_again_ends_the_run_with_the_field(
-    tmp_path: Path, changes: dict[str, Any], restarts: int, fix: str
-) -> None:
+    tmp_path, changes, restarts, fix
+):
     bench = Bench(tmp_path, CONFIG.replace(**changes))
     await bench.saving.steps(1)
     with bench.directory.open_record(console=False):

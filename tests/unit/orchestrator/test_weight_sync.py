@@ -1,10 +1,7 @@
 """The order of a weight sync, the isolation of failing servers, and the verification of weights."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +25,7 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_a_sync_reports_the_times_of_servers_and_trainer(bench) -> None:
+async def test_a_sync_reports_the_times_of_servers_and_trainer(bench):
     bench.trainer.spans = [Span("weight_broadcast_gather", 1.0, 2.0, rank=1)]
     before = time.time()
     await bench.step()
@@ -39,7 +36,7 @@ async def test_a_sync_reports_the_times_of_servers_and_trainer(bench) -> None:
         assert part.transfer_started_at + part.transfer_seconds <= part.resumed_at + 1e-3
 
 
-async def test_servers_connect_again_to_ranks_that_were_replaced(bench) -> None:
+async def test_servers_connect_again_to_ranks_that_were_replaced(bench):
     for connected in (1, 1, 2):
         if connected == 2:
             bench.trainer.num_replacements += 1
@@ -47,7 +44,7 @@ async def test_servers_connect_again_to_ranks_that_were_replaced(bench) -> None:
         assert bench.of(0).count("init") == connected
 
 
-def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks() -> None:
+def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks():
     rows: list[dict[str, Any]] = []
     directory: Any = SimpleNamespace(recorder=SimpleNamespace(write=lambda table, row: rows.append(row)))
     part = ServerSync(1, 10.0, paused_at=13.0, resumed_at=13.5, transfer_started_at=11.0, transfer_seconds=2.0)
@@ -64,7 +61,7 @@ def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks() -> 
     assert rows[2]["attributes"]["failure"] == "gone"
 
 
-async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order(bench) -> None:
+async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order(bench):
     metrics = await bench.step()
     for server in (0, 1):
         assert bench.of(server) == STAGES
@@ -79,7 +76,7 @@ async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order(b
     assert [report.updated_servers for report in bench.reports] == [[0, 1]]
 
 
-async def test_a_connection_is_opened_once(bench) -> None:
+async def test_a_connection_is_opened_once(bench):
     await bench.step()
     await bench.step()
     assert bench.of(0) == STAGES + STAGES[1:]
@@ -87,14 +84,14 @@ async def test_a_connection_is_opened_once(bench) -> None:
 
 
 @pytest.mark.parametrize(("inflight", "drops"), [("keep", False), ("recompute", True)])
-async def test_caches_are_dropped_at_a_swap_only_if_so_configured(inflight: str, drops: bool) -> None:
+async def test_caches_are_dropped_at_a_swap_only_if_so_configured(inflight, drops):
     bench = Bench(fields={"inflight_kv": inflight})
     await bench.step()
     assert ("pause", 0, "keep", drops) in bench.calls
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finishes(bench, stage: str) -> None:
+async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finishes(bench, stage):
     bench.clients[0].fails_at = stage
     metrics = await bench.step()
     assert bench.of(0) == STAGES[: STAGES.index(stage) + 1], "it receives no further calls"
@@ -108,7 +105,7 @@ async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finish
     assert bench.trainer.sent[-1][1] == [1]
 
 
-async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_alone(bench) -> None:
+async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_alone(bench):
     bench.clients[0].background = True
     metrics = await bench.step()
     assert bench.of(0) == BACKGROUND_STAGES
@@ -123,7 +120,7 @@ async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_a
 
 
 @pytest.mark.parametrize("stage", BACKGROUND_STAGES)
-async def test_a_server_that_fails_in_a_background_sync_does_not_affect_others(bench, stage: str) -> None:
+async def test_a_server_that_fails_in_a_background_sync_does_not_affect_others(bench, stage):
     for client in bench.clients:
         client.background = True
     bench.clients[0].fails_at = stage
@@ -134,7 +131,7 @@ async def test_a_server_that_fails_in_a_background_sync_does_not_affect_others(b
     assert ("abort", 0) in bench.calls or stage != "begin", "its sender is not blocked"
 
 
-async def test_an_overlapped_transfer_that_failed_pauses_and_changes_nothing(bench) -> None:
+async def test_an_overlapped_transfer_that_failed_pauses_and_changes_nothing(bench):
     bench.clients[0].background = True
     bench.trainer.engine_errors = {0: "the process of rank 1 is gone"}
     await bench.step()
@@ -142,7 +139,7 @@ async def test_an_overlapped_transfer_that_failed_pauses_and_changes_nothing(ben
     assert bench.reports[0].updated_servers == [1]
 
 
-async def test_weight_transfer_in_place_is_never_overlapped() -> None:
+async def test_weight_transfer_in_place_is_never_overlapped():
     bench = Bench(fields={"weight_transfer": "in_place"})
     bench.clients[0].background = True
     await bench.step()
@@ -150,14 +147,14 @@ async def test_weight_transfer_in_place_is_never_overlapped() -> None:
     assert ("mode", 0) in bench.calls, "the call ends an update that failed"
 
 
-async def test_a_sender_is_notified_when_its_receiver_exits(bench) -> None:
+async def test_a_sender_is_notified_when_its_receiver_exits(bench):
     bench.clients[0].fails_at = "receive"
     await bench.step()
     assert ("abort", 0) in bench.calls
     assert ("abort", 1) not in bench.calls
 
 
-async def test_a_connecting_sender_is_notified_when_the_engine_fails(bench) -> None:
+async def test_a_connecting_sender_is_notified_when_the_engine_fails(bench):
     bench.trainer.connecting = asyncio.Event()
     bench.clients[0].fails_at = "init"
     step = asyncio.create_task(bench.step())
@@ -169,7 +166,7 @@ async def test_a_connecting_sender_is_notified_when_the_engine_fails(bench) -> N
     assert bench.reports[0].updated_servers == [1]
 
 
-async def test_versions_before_and_after_a_trainer_restart_are_distinct(bench) -> None:
+async def test_versions_before_and_after_a_trainer_restart_are_distinct(bench):
     await bench.step()  # both servers have version 1
     bench.up = [0]
     bench.trainer.version, bench.trainer.num_restarts = 0, 1
@@ -178,7 +175,7 @@ async def test_versions_before_and_after_a_trainer_restart_are_distinct(bench) -
     assert bench.trainer.sent[-1][:2] == (1, [1])
 
 
-async def test_an_aborted_transfer_drops_its_server(bench) -> None:
+async def test_an_aborted_transfer_drops_its_server(bench):
     bench.trainer.engine_errors = {1: "no answer within 600 s"}
     await bench.step()
     assert bench.failures == [(1, "no answer within 600 s")]
@@ -186,7 +183,7 @@ async def test_an_aborted_transfer_drops_its_server(bench) -> None:
     assert bench.of(0) == STAGES
 
 
-async def test_a_failed_trainer_ends_the_sync_while_engines_wait(bench) -> None:
+async def test_a_failed_trainer_ends_the_sync_while_engines_wait(bench):
     bench.clients[0].hangs_at = "receive"
     bench.trainer.send_error = ArithmeticError("a rank broke")
     with pytest.raises(ArithmeticError, match="a rank broke"):
@@ -194,13 +191,13 @@ async def test_a_failed_trainer_ends_the_sync_while_engines_wait(bench) -> None:
     assert not bench.trainer.queue.locked()
 
 
-async def test_a_sync_without_servers_does_no_harm(bench) -> None:
+async def test_a_sync_without_servers_does_no_harm(bench):
     bench.up = []
     metrics = await bench.step()
     assert metrics["weight_sync/servers"] == 0
 
 
-async def test_the_trainer_runs_no_other_command_during_a_sync(bench) -> None:
+async def test_the_trainer_runs_no_other_command_during_a_sync(bench):
     seen: list[int] = []
 
     async def rank_command() -> None:
@@ -215,7 +212,7 @@ async def test_the_trainer_runs_no_other_command_during_a_sync(bench) -> None:
 
 
 @pytest.mark.parametrize(("every", "probed"), [(2, [0, 2, 4]), (1, [0, 1, 2, 3, 4]), (0, [0])])
-async def test_weights_are_verified_at_the_first_sync_and_at_intervals(every: int, probed: list[int]) -> None:
+async def test_weights_are_verified_at_the_first_sync_and_at_intervals(every, probed):
     bench = Bench(fields={"weight_probe_every": every})
     seen = []
     for step in range(5):
@@ -236,23 +233,20 @@ def hold_one_less(client: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("fault", [hold_another_tensor, hold_one_less])
-async def test_a_tensor_that_differs_from_the_sent_one_ends_the_run_with_its_name(
-    bench,
-    fault: Callable[[FakeClient], None],
-) -> None:
+async def test_a_tensor_that_differs_from_the_sent_one_ends_the_run_with_its_name(bench, fault):
     fault(bench.clients[1])
     with pytest.raises(WeightMismatch, match=r"server 1 has not loaded .*version 1 .*lm_head"):
         await bench.step()
 
 
-async def test_differing_logprobs_end_the_run_even_with_equal_tensors() -> None:
+async def test_differing_logprobs_end_the_run_even_with_equal_tensors():
     bench = Bench(fields={"inference_dtype": "float32"})
     bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
     with pytest.raises(WeightMismatch, match=r"logprobs of 3 tokens differ by 0\.1"):
         await bench.step()
 
 
-async def test_the_first_weights_are_compared_on_every_server_and_not_sent(bench) -> None:
+async def test_the_first_weights_are_compared_on_every_server_and_not_sent(bench):
     await bench.weights.verify_initial()
     assert bench.trainer.sent == [(0, [], True)]
     read = [call for call in bench.calls if call[0] == "fingerprints"]
@@ -261,26 +255,26 @@ async def test_the_first_weights_are_compared_on_every_server_and_not_sent(bench
     assert not bench.of(0), "no server was connected or paused"
 
 
-async def test_a_server_that_loaded_other_weights_than_the_trainer_ends_the_run_before_it_starts(bench) -> None:
+async def test_a_server_that_loaded_other_weights_than_the_trainer_ends_the_run_before_it_starts(bench):
     bench.clients[1].loaded["tensors"]["lm_head"][0]["fingerprint"] = to_hex(7)
     with pytest.raises(WeightMismatch, match=r"server 1 has not loaded .*version 0 .*starts from: .*lm_head"):
         await bench.weights.verify_initial()
 
 
-async def test_an_engine_that_keeps_more_digits_than_the_trainer_is_sent_the_first_weights() -> None:
+async def test_an_engine_that_keeps_more_digits_than_the_trainer_is_sent_the_first_weights():
     bench = Bench(fields={"model_dtype": "bfloat16", "inference_dtype": "float32"})
     await bench.weights.verify_initial()
     assert bench.trainer.sent == [(0, [0, 1], True)]
     assert bench.of(1) == STAGES
 
 
-async def test_the_last_probe_of_each_server_is_kept(bench) -> None:
+async def test_the_last_probe_of_each_server_is_kept(bench):
     await bench.step()
     assert sorted(bench.weights.last_probe) == [0, 1]
     assert all(probe.ok and probe.num_tensors == 2 for probe in bench.weights.last_probe.values())
 
 
-async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside_the_queue(bench) -> None:
+async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside_the_queue(bench):
     await bench.step()
     await bench.step()
     del bench.calls[:]
@@ -293,7 +287,7 @@ async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside
     assert ("fingerprints", 0) in bench.calls, "the received weights are verified"
 
 
-async def test_a_server_with_the_newest_weights_is_sent_nothing(bench) -> None:
+async def test_a_server_with_the_newest_weights_is_sent_nothing(bench):
     await bench.step()
     del bench.calls[:]
     loaded: list[bool] = []
@@ -306,7 +300,7 @@ async def test_a_server_with_the_newest_weights_is_sent_nothing(bench) -> None:
     assert bench.of(1) == STAGES[1:], "it missed a sync"
 
 
-async def test_servers_have_the_initial_weights_before_the_first_step(bench) -> None:
+async def test_servers_have_the_initial_weights_before_the_first_step(bench):
     await bench.weights.sync_one(0, lambda: None, fresh=False)
     assert bench.calls == []
     await bench.weights.sync_one(0, lambda: None, fresh=True)
@@ -314,7 +308,7 @@ async def test_servers_have_the_initial_weights_before_the_first_step(bench) -> 
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "fingerprints", "engine logprobs"])
-async def test_a_server_that_fails_again_is_not_opened(bench, stage: str) -> None:
+async def test_a_server_that_fails_again_is_not_opened(bench, stage):
     bench.clients[0].fails_at = stage
     loaded: list[bool] = []
     with pytest.raises(InfrastructureError, match=stage):
@@ -327,7 +321,7 @@ async def test_a_server_that_fails_again_is_not_opened(bench, stage: str) -> Non
     assert "receive" in bench.of(0), "weights that may be missing are sent again"
 
 
-async def test_a_server_that_exits_during_its_probe_is_verified_before_it_serves_again(bench) -> None:
+async def test_a_server_that_exits_during_its_probe_is_verified_before_it_serves_again(bench):
     bench.clients[0].fails_at = "engine logprobs"
     await bench.step()
     assert [server for server, _ in bench.failures] == [0]
@@ -337,7 +331,7 @@ async def test_a_server_that_exits_during_its_probe_is_verified_before_it_serves
     assert ("fingerprints", 0) in bench.calls
 
 
-async def test_a_requested_probe_returns_its_report_and_does_not_end_the_run() -> None:
+async def test_a_requested_probe_returns_its_report_and_does_not_end_the_run():
     bench = Bench(fields={"weight_probe_every": 0})
     await bench.step()
     assert all(probe.ok for probe in (await bench.weights.verify()).values())
@@ -349,7 +343,7 @@ async def test_a_requested_probe_returns_its_report_and_does_not_end_the_run() -
     assert bench.up == [0, 1]
 
 
-async def test_a_server_that_fails_during_a_requested_probe_has_no_verdict(bench) -> None:
+async def test_a_server_that_fails_during_a_requested_probe_has_no_verdict(bench):
     bench.clients[0].fails_at = "receive"
     assert list(await bench.weights.verify()) == [1]
     assert bench.up == [1]

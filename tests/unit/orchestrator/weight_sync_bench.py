@@ -1,7 +1,5 @@
 """A weight sync over a trainer and engines that only log their calls."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """In-memory fakes of what a rollout uses: engine, slots and environment, with scripted behavior."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

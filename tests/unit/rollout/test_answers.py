@@ -1,7 +1,5 @@
 """Answers of the policy are parsed into text, reasoning and tool calls."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,13 +1,10 @@
 """The endpoint of a rollout worker answers the SDKs of OpenAI and Anthropic, and raw requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -181,7 +178,7 @@ async def messages_turns(policy: Policy, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("turns", [chat_turns, responses_turns, responses_by_id, messages_turns])
-async def test_a_history_is_the_same_call_in_every_dialect(policy: Policy, turns: Any, stream: bool) -> None:
+async def test_a_history_is_the_same_call_in_every_dialect(policy, turns, stream):
     await turns(policy, stream)
     first, second = policy.calls
     ids = ["call_a1_0", "call_a1_1"]
@@ -211,7 +208,7 @@ async def test_a_history_is_the_same_call_in_every_dialect(policy: Policy, turns
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
 @pytest.mark.parametrize("answer", [ANSWER, Answer("", id="a2"), Answer("Cut", "", (), "length", [1], [0.0], id="a3")])
-async def test_a_stream_ends_in_what_the_whole_response_says(policy: Policy, ask: Any, answer: Answer) -> None:
+async def test_a_stream_ends_in_what_the_whole_response_says(policy, ask, answer):
     policy.answer = answer
     options = {"stream_options": {"include_usage": True}} if ask is ask_chat else {}
 
@@ -238,7 +235,7 @@ async def test_a_stream_ends_in_what_the_whole_response_says(policy: Policy, ask
         ("messages", Message, anthropic.types.RawMessageStreamEvent),
     ],
 )
-async def test_bodies_are_valid_by_the_types_of_the_sdks(policy: Policy, route: str, whole: Any, event: Any) -> None:
+async def test_bodies_are_valid_by_the_types_of_the_sdks(policy, route, whole, event):
     tool = {**response_tool(), "function": {"name": "weather"}, "type": "custom" if route == "messages" else "function"}
     body = {"messages": [USER], "input": "Hi", "tools": [tool], "logprobs": True}
     body |= {"include": ["message.output_text.logprobs"]}
@@ -252,7 +249,7 @@ async def test_bodies_are_valid_by_the_types_of_the_sdks(policy: Policy, route: 
     assert len(events) > 6
 
 
-async def test_logprobs_are_returned_to_who_asks(policy: Policy) -> None:
+async def test_logprobs_are_returned_to_who_asks(policy):
     for stream in (False, True):
         choice = (await ask_chat(policy, stream, logprobs=True))["choices"][0]
         tokens = [(each["token"], each["logprob"]) for each in choice["logprobs"]["content"]]
@@ -260,7 +257,7 @@ async def test_logprobs_are_returned_to_who_asks(policy: Policy) -> None:
     assert "logprobs" not in {k: v for k, v in (await ask_chat(policy, False))["choices"][0].items() if v}
 
 
-async def test_conversations_are_named_by_path_or_header(policy: Policy) -> None:
+async def test_conversations_are_named_by_path_or_header(policy):
     headers = {"X-Session-Id": "worker", "x-parent-session-id": "main"}
     await policy.openai("a b/c").chat.completions.create(model="policy", messages=[USER])
     await policy.anthropic(default_headers=headers).messages.create(model="policy", max_tokens=9, messages=[USER])
@@ -270,7 +267,7 @@ async def test_conversations_are_named_by_path_or_header(policy: Policy) -> None
     assert [call.chat for call in policy.calls] == ["a b/c", "main/worker", "main/named"]
 
 
-async def test_models_are_listed_and_tokens_counted_without_a_call(policy: Policy) -> None:
+async def test_models_are_listed_and_tokens_counted_without_a_call(policy):
     listed = [model.id async for model in policy.openai().models.list()]
     assert listed == [model.id async for model in policy.anthropic().models.list()] == ["policy", "org/model"]
     counted = await policy.anthropic().messages.count_tokens(model="policy", messages=[USER], system="Be brief.")
@@ -278,7 +275,7 @@ async def test_models_are_listed_and_tokens_counted_without_a_call(policy: Polic
     assert not policy.calls
 
 
-async def test_an_agent_in_a_sandbox_uses_the_unix_socket(tmp_path: Path) -> None:
+async def test_an_agent_in_a_sandbox_uses_the_unix_socket(tmp_path):
     server = Endpoint(["policy"])
     await server.start(tmp_path / "socket")
     policy = Policy(server)
@@ -319,7 +316,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_would_change_the_answer_is_refused(policy: Policy, name: str) -> None:
+async def test_what_would_change_the_answer_is_refused(policy, name):
     route, body, text = REFUSED[name]
     status, error, response = await policy.post(route, {"messages": [USER], "input": "Hi", **body})
     assert status == 400
@@ -330,7 +327,7 @@ async def test_what_would_change_the_answer_is_refused(policy: Policy, name: str
     assert not policy.calls
 
 
-async def test_harmless_fields_are_accepted(policy: Policy) -> None:
+async def test_harmless_fields_are_accepted(policy):
     extra = {"n": 1, "seed": 3, "temperature": 0.2, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
     extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
     tool = {"type": "function", "function": {"name": "weather"}}
@@ -342,7 +339,7 @@ async def test_harmless_fields_are_accepted(policy: Policy) -> None:
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
 
 
-async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy: Policy) -> None:
+async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy):
     @anthropic.beta_async_tool
     async def weather(city: str) -> str:
         """Returns degrees."""
@@ -358,7 +355,7 @@ async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy: Poli
     assert [each["role"] for each in policy.calls[1].messages] == ["user", "assistant", "tool"]
 
 
-async def test_bodies_that_cannot_be_read_are_refused(policy: Policy) -> None:
+async def test_bodies_that_cannot_be_read_are_refused(policy):
     for body in (b"{", b"[]", b"\xff", b"[" * 100_000, b""):
         status, error, _ = await policy.post(body=body)
         assert status == 400
@@ -370,7 +367,7 @@ async def test_bodies_that_cannot_be_read_are_refused(policy: Policy) -> None:
     assert (await policy.post(body={"messages": [ten_mb]}))[0] == 200
 
 
-async def test_half_a_surrogate_pair_comes_back_as_it_was_sampled(policy: Policy) -> None:
+async def test_half_a_surrogate_pair_comes_back_as_it_was_sampled(policy):
     policy.answer = Answer("", "", [ToolCall("say", {"text": "\ud800"})], "tool_calls", id="a1")
     message = (await policy.post())[1]["choices"][0]["message"]
     await policy.post(body={"messages": [USER, message]})
@@ -385,9 +382,7 @@ async def test_half_a_surrogate_pair_comes_back_as_it_was_sampled(policy: Policy
         (RuntimeError("secret"), 500, "internal_error"),
     ],
 )
-async def test_failures_of_the_policy_reach_both_sdks(
-    policy: Policy, raised: Exception, status: int, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failures_of_the_policy_reach_both_sdks(policy, raised, status, code, monkeypatch):
     policy.answer = raised
     with pytest.raises(openai.APIStatusError) as caught:
         await policy.openai(max_retries=0).chat.completions.create(model="policy", messages=[USER])
@@ -409,7 +404,7 @@ async def test_failures_of_the_policy_reach_both_sdks(
     assert f'"code":"{code}"' in text.splitlines()[-2]
 
 
-async def test_a_slow_stream_is_kept_alive(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_stream_is_kept_alive(policy, monkeypatch):
     monkeypatch.setattr(module, "PING_SECONDS", 0.01)
     for ask in (ask_chat, ask_responses, ask_messages):
         policy.wait = asyncio.Event()
@@ -417,7 +412,7 @@ async def test_a_slow_stream_is_kept_alive(policy: Policy, monkeypatch: pytest.M
         assert "Let me look." in json.dumps(await ask(policy, True))
 
 
-async def test_another_model_key_or_url_is_not_found(policy: Policy) -> None:
+async def test_another_model_key_or_url_is_not_found(policy):
     other = Policy(policy.server)
     with pytest.raises(openai.NotFoundError, match="`gpt-9` does not exist"):
         await policy.openai().chat.completions.create(model="gpt-9", messages=[USER])
@@ -432,7 +427,7 @@ async def test_another_model_key_or_url_is_not_found(policy: Policy) -> None:
     assert (len(policy.calls), len(other.calls)) == (0, 1)
 
 
-async def test_a_retry_gets_the_recorded_answer(policy: Policy) -> None:
+async def test_a_retry_gets_the_recorded_answer(policy):
     retry = {"x-stainless-retry-count": "1"}
     first = (await policy.post())[1]
     assert (await policy.post(**retry))[1]["id"] == first["id"]
@@ -445,7 +440,7 @@ async def test_a_retry_gets_the_recorded_answer(policy: Policy) -> None:
     assert len(policy.calls) == 4
 
 
-async def test_a_retry_waits_for_the_answer_that_is_being_sampled(policy: Policy) -> None:
+async def test_a_retry_waits_for_the_answer_that_is_being_sampled(policy):
     policy.wait = asyncio.Event()
     client = policy.openai(max_retries=2, timeout=0.3)
     pending = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))
@@ -455,7 +450,7 @@ async def test_a_retry_waits_for_the_answer_that_is_being_sampled(policy: Policy
     assert (len(policy.calls), policy.cancelled, policy.dropped) == (1, [], [])
 
 
-async def test_a_retry_after_a_failure_samples_again(policy: Policy) -> None:
+async def test_a_retry_after_a_failure_samples_again(policy):
     policy.answer = InfrastructureError("gone")
     client = policy.openai(max_retries=1)
     pending = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))
@@ -465,7 +460,7 @@ async def test_a_retry_after_a_failure_samples_again(policy: Policy) -> None:
     assert len(policy.calls) == 2
 
 
-async def test_an_answer_that_nobody_waits_for_is_cancelled(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_nobody_waits_for_is_cancelled(policy, monkeypatch):
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     policy.wait = asyncio.Event()
     for stream in (False, True):
@@ -477,7 +472,7 @@ async def test_an_answer_that_nobody_waits_for_is_cancelled(policy: Policy, monk
     await ask_chat(policy, True)  # the server goes on
 
 
-async def test_an_answer_that_was_not_read_before_the_end_is_dropped(policy: Policy) -> None:
+async def test_an_answer_that_was_not_read_before_the_end_is_dropped(policy):
     policy.wait = asyncio.Event()
     with pytest.raises(openai.APITimeoutError):
         await policy.openai(max_retries=0, timeout=0.1).chat.completions.create(model="policy", messages=[USER])
@@ -487,9 +482,7 @@ async def test_an_answer_that_was_not_read_before_the_end_is_dropped(policy: Pol
     assert policy.dropped == [ANSWER]
 
 
-async def test_a_client_that_leaves_in_mid_stream_drops_the_answer(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_leaves_in_mid_stream_drops_the_answer(policy, monkeypatch):
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     policy.answer = long = Answer("long " * 2_000_000, id="a1")
     async with aclosing(
@@ -501,7 +494,7 @@ async def test_a_client_that_leaves_in_mid_stream_drops_the_answer(
     await ask_chat(policy, True)
 
 
-async def test_ending_a_rollout_ends_its_requests(policy: Policy) -> None:
+async def test_ending_a_rollout_ends_its_requests(policy):
     policy.wait = asyncio.Event()
     pending = asyncio.create_task(policy.openai().chat.completions.create(model="policy", messages=[USER]))
     await until(lambda: policy.calls)
@@ -512,7 +505,7 @@ async def test_ending_a_rollout_ends_its_requests(policy: Policy) -> None:
     assert policy.cancelled == policy.calls
 
 
-async def test_a_flood_is_answered_with_429(policy: Policy) -> None:
+async def test_a_flood_is_answered_with_429(policy):
     policy.wait = asyncio.Event()
     client = policy.openai(max_retries=4)
     create = client.chat.completions.create

@@ -1,7 +1,5 @@
 """Running one sample: turns, retries, masks, and the release of slots."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -34,7 +32,7 @@ from telescope.trainer.packing import lay_out, untrained_sample
 DEAD = InfrastructureError("the server is gone")
 
 
-async def test_a_sample_is_generated_and_scored() -> None:
+async def test_a_sample_is_generated_and_scored():
     bench = Bench()
     sample = await bench.run()
     assert sample.reward is not None
@@ -53,20 +51,20 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_a_payload_passes_untouched_from_the_task_to_request_and_micro_batch() -> None:
+async def test_a_payload_passes_untouched_from_the_task_to_request_and_micro_batch():
     bench = Bench(payload=object())
     [sample] = (await bench.run()).sequences()
     assert bench.engine.requests[0].payload is bench.payload
     assert lay_out([sample, untrained_sample("other", np.arange(3))]).payloads == [bench.payload, None]
 
 
-async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
+async def test_an_eval_asks_the_environment_for_its_eval_metrics():
     bench = Bench()
     await bench.run(for_eval=True)
     assert bench.environments.calls[0][-1] is True
 
 
-async def test_a_request_to_a_failed_engine_is_retried_on_another_slot() -> None:
+async def test_a_request_to_a_failed_engine_is_retried_on_another_slot():
     bench = Bench(FakeEngine([DEAD, DEAD, None]), slots=FakeLanes(num_servers=2))
     sample = await bench.run()
     assert sample.total_reward == 1.0
@@ -81,7 +79,7 @@ async def test_a_request_to_a_failed_engine_is_retried_on_another_slot() -> None
     assert bench.slots.num_leased == 0
 
 
-async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
+async def test_a_sample_is_masked_when_its_retries_are_used_up():
     bench = Bench(FakeEngine([DEAD] * 10))
     sample = await bench.run()
     assert len(bench.engine.requests) == 1 + 3
@@ -91,7 +89,7 @@ async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
+async def test_an_engine_that_aborts_by_itself_has_failed():
     bench = Bench(FakeEngine([generation([7], finish_reason="abort")]))
     sample = await bench.run()
     assert sample.total_reward == 1.0
@@ -100,7 +98,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
 
 
-async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> None:
+async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used():
     """The server has the initial weights again, and its group's age would not show it."""
     bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], loaded_version=3))
     trajectory = await bench.run()
@@ -109,7 +107,7 @@ async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> N
     assert trajectory.failed_requests == [1], "its tokens are counted"
 
 
-async def test_a_failed_environment_masks_the_sample_without_a_retry() -> None:
+async def test_a_failed_environment_masks_the_sample_without_a_retry():
     bench = Bench(environments=FakeEnvironments([EnvironmentFailure("KeyError: 'numbers'")]))
     sample = await bench.run()
     assert sample.reward is None
@@ -121,7 +119,7 @@ async def test_a_failed_environment_masks_the_sample_without_a_retry() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
+async def test_the_turns_of_a_rollout_are_one_growing_sequence():
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments(
@@ -150,7 +148,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert not bench.environments.open
 
 
-async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_them_all() -> None:
+async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_them_all():
     def routed(tokens: list[int], *experts: int) -> Generation:
         answer = generation(tokens)
         answer.routes_MXK = np.array(experts, np.uint8)[:, None, None] + np.arange(2, dtype=np.uint8)
@@ -178,7 +176,7 @@ async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]
 
 
-async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_sample() -> None:
+async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_sample():
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments([
@@ -200,7 +198,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
 
 
-async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() -> None:
+async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
     bench = Bench(
         FakeEngine([generation([7]), DEAD, generation([9])]),
         FakeEnvironments([Advance(False, [20], "first", None)]),
@@ -212,7 +210,7 @@ async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() ->
     assert len(bench.environments.begun) == 1
 
 
-async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
+async def test_a_conversation_whose_state_is_lost_begins_again():
     bench = Bench(
         FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
         FakeEnvironments(
@@ -234,7 +232,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
     assert not bench.environments.open
 
 
-async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_infrastructure() -> None:
+async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_infrastructure():
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the process ended")] * 10))
     sample = await bench.run(turns=True)
     assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the process ended")
@@ -242,7 +240,7 @@ async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_i
     assert len(bench.environments.begun) == 1 + 3
 
 
-async def test_a_sandbox_failure_is_retried_with_the_same_answer() -> None:
+async def test_a_sandbox_failure_is_retried_with_the_same_answer():
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")]))
     sample = await bench.run()
     assert sample.total_reward == 1.0
@@ -251,20 +249,20 @@ async def test_a_sandbox_failure_is_retried_with_the_same_answer() -> None:
 
 
 # Infrastructure failures are never scored as reward 0.
-async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it() -> None:
+async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it():
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
     sample = await bench.run()
     assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
 
 
-async def test_an_environment_that_cannot_begin_masks_the_sample() -> None:
+async def test_an_environment_that_cannot_begin_masks_the_sample():
     bench = Bench(environments=FakeEnvironments(on_begin=EnvironmentFailure("KeyError: 'word'")))
     sample = await bench.run(turns=True)
     assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'word'")
     assert not bench.engine.requests
 
 
-async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detected() -> None:
+async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detected():
     bench = Bench(environments=FakeEnvironments(first_prompt=[1, 2, 4]))
     sample = await bench.run(turns=True)
     assert sample.failure_kind == "environment"
@@ -276,9 +274,7 @@ async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detect
 @pytest.mark.parametrize(
     ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("slot", [[7]])]
 )  # fmt: skip
-async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
-    wait: str, sampled: list[list[int]]
-) -> None:
+async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(wait, sampled):
     reason = "abort" if wait == "engine" else "stop"
     bench = Bench(
         FakeEngine([generation([7]), generation([9], finish_reason=reason)]),
@@ -314,13 +310,13 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     assert bench.slots.num_leased == 0
 
 
-async def test_an_answer_may_use_the_context_that_the_prompt_leaves() -> None:
+async def test_an_answer_may_use_the_context_that_the_prompt_leaves():
     bench = Bench()
     await bench.run(prompt=list(range(60)), max_context=64, max_tokens=16)
     assert bench.engine.requests[0].max_tokens == 4
 
 
-async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
+async def test_a_prompt_that_fills_the_context_masks_the_sample():
     bench = Bench()
     sample = await bench.run(prompt=list(range(15)), max_context=15)
     assert (sample.reward, sample.failure_kind) == (None, "environment")
@@ -330,14 +326,14 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     assert bench.slots.num_leased == 0
 
 
-async def test_priorities_follow_turns() -> None:
+async def test_priorities_follow_turns():
     bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
     await bench.run(turns=True)
     assert [request.priority for request in bench.engine.requests] == [0, 1]
 
 
 @pytest.mark.parametrize("free", [True, False])
-async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free: bool) -> None:
+async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free):
     bench = Bench()
     leased: list[int] = []
 
@@ -350,7 +346,7 @@ async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free: 
     assert bench.slots.num_leased == 0
 
 
-async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others() -> None:
+async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others():
     bench = Bench(FakeEngine([DEAD]))
     leased: list[int] = []
     bench.on_engine_failure = lambda server, error: leased.append(bench.slots.num_leased)  # type: ignore[method-assign]
@@ -358,7 +354,7 @@ async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others() 
     assert leased == [1]
 
 
-async def test_a_timeout_of_the_wait_for_a_slot_is_no_sample_failure() -> None:
+async def test_a_timeout_of_the_wait_for_a_slot_is_no_sample_failure():
     bench = Bench()
 
     async def never() -> None:
@@ -369,7 +365,7 @@ async def test_a_timeout_of_the_wait_for_a_slot_is_no_sample_failure() -> None:
         await bench.run()
 
 
-async def test_a_bug_in_an_engine_is_raised_and_releases_the_slot() -> None:
+async def test_a_bug_in_an_engine_is_raised_and_releases_the_slot():
     bench = Bench(FakeEngine([ArithmeticError("a bug")]))
     with pytest.raises(ArithmeticError):
         await bench.run()
@@ -387,9 +383,7 @@ steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bu
     cancel_after=st.integers(0, 30),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )
-def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
-    script: list[str], free: bool, turns: bool, cancel_after: int, delays: list[int]
-) -> None:
+def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(script, free, turns, cancel_after, delays):
     answers: dict[str, Any] = {
         "dead": DEAD, "abort": generation([7], finish_reason="abort"), "bug": ArithmeticError("a bug")
     }  # fmt: skip
@@ -427,9 +421,7 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
     free=st.booleans(),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=5),
 )
-def test_many_rollouts_over_real_slots_leave_every_slot_free(
-    outcomes: list[str], cancelled: set[int], free: bool, delays: list[int]
-) -> None:
+def test_many_rollouts_over_real_slots_leave_every_slot_free(outcomes, cancelled, free, delays):
     pauses = iter(delays * 500)
 
     async def pause() -> None:
@@ -455,7 +447,7 @@ def test_many_rollouts_over_real_slots_leave_every_slot_free(
     assert sorted(slots.servers[0].free_slots) == [0, 1]
 
 
-def test_settings_of_a_run_come_from_its_config() -> None:
+def test_settings_of_a_run_come_from_its_config():
     config = TelescopeConfig.model_validate(
         {
             "model": "m", "environments": [{"name": "countdown"}], "temperature": 0.7, "max_tokens": 12,

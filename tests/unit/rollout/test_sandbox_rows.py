@@ -1,7 +1,5 @@
 """What workers report of their sandboxes becomes rows of the record."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +68,7 @@ class Rows:
             self.gauges[row["name"], *row["labels"].values()] = row["value"]
 
 
-async def test_calls_are_spans_and_failures_are_counted_by_their_kind(activity: Activity):
+async def test_calls_are_spans_and_failures_are_counted_by_their_kind(activity):
     service, rows = Service(room=1), Rows()
     record = SandboxRecord(rows.write)
     SAMPLE.set("7-1")
@@ -101,7 +99,7 @@ async def test_calls_are_spans_and_failures_are_counted_by_their_kind(activity: 
     }
 
 
-async def test_gauges_are_sums_over_workers_without_those_that_were_lost(activity: Activity):
+async def test_gauges_are_sums_over_workers_without_those_that_were_lost(activity):
     rows = Rows()
     record, service = SandboxRecord(rows.write), Service(room=9)
     assert sandbox_news(activity, 0) is None
@@ -116,9 +114,7 @@ async def test_gauges_are_sums_over_workers_without_those_that_were_lost(activit
     assert rows.gauges[("sandbox_creates_total", "service")] == 2.0
 
 
-async def test_without_sandboxes_nothing_is_written_and_with_them_gauges_in_intervals(
-    activity: Activity, monkeypatch: pytest.MonkeyPatch
-):
+async def test_without_sandboxes_nothing_is_written_and_with_them_gauges_in_intervals(activity, monkeypatch):
     written: list[str] = []
     record = SandboxRecord(lambda table, row: written.append(table))
     monkeypatch.setattr(sandbox_rows, "GAUGE_SECONDS", 0.0)
@@ -132,7 +128,7 @@ async def test_without_sandboxes_nothing_is_written_and_with_them_gauges_in_inte
     assert written == ["spans", "gauges", "gauges", "gauges"], "how many are alive, creations, commands"
 
 
-async def test_calls_beyond_the_limit_of_spans_are_still_counted(activity: Activity, monkeypatch: pytest.MonkeyPatch):
+async def test_calls_beyond_the_limit_of_spans_are_still_counted(activity, monkeypatch):
     monkeypatch.setattr(activity_module, "MAX_SPANS", 2)
     rows = Rows()
     record, service = SandboxRecord(rows.write), Service(room=5)

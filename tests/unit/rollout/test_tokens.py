@@ -1,7 +1,5 @@
 """Ids, texts and templates of `rollout.tokens` equal those of transformers, for every tokenizer of the tests."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -166,14 +164,14 @@ def assert_same_attributes(ours: Tokenizer, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_and_vocabulary_equal_those_of_transformers(name: str, pair: Any) -> None:
+def test_special_tokens_and_vocabulary_equal_those_of_transformers(name, pair):
     assert_same_attributes(*pair(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_ids_and_texts_equal_those_of_transformers(name: str, pair: Any, data: st.DataObject) -> None:
+def test_ids_and_texts_equal_those_of_transformers(name, pair, data):
     ours, theirs = pair(name)
     assert_same(ours, theirs, data.draw(texts_with(sorted(ours.get_added_vocab()))))
     ids = data.draw(st.lists(st.integers(0, len(ours) + 9), max_size=20))
@@ -206,7 +204,7 @@ SCOPES = (
 )
 
 
-def test_every_template_renders_as_in_transformers(pair: Any) -> None:
+def test_every_template_renders_as_in_transformers(pair):
     templates = {name: released.chat_template(name) for name in released.chat_template_names()}
     templates |= {name: template for name, (template, *_) in made.FAMILIES.items()} | {"scopes": SCOPES}
     ours, theirs = pair("llama3_1")
@@ -221,7 +219,7 @@ def test_every_template_renders_as_in_transformers(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*released.WITHOUT_TEMPLATE, "pieces")])
-def test_the_tokenizers_own_template_gives_the_ids_of_transformers(name: str, pair: Any) -> None:
+def test_the_tokenizers_own_template_gives_the_ids_of_transformers(name, pair):
     ours, theirs = pair(name)
     for messages in CONVERSATIONS[1:3]:
         ids = ours.apply_chat_template(messages, add_generation_prompt=True)
@@ -277,9 +275,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 @pytest.mark.parametrize("base", ["demo", "pieces"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_mean_what_they_mean_in_transformers(
-    setting: str, base: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_settings_mean_what_they_mean_in_transformers(setting, base, folders, tmp_path):
     config, files = SETTINGS[setting]
     folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), **config)
     (folder / "additional_chat_templates").mkdir()
@@ -293,7 +289,7 @@ def test_settings_mean_what_they_mean_in_transformers(
         assert rendered(ours, MESSAGES, **options) == rendered(theirs, MESSAGES, **options)
 
 
-def test_the_tables_of_classes_are_those_of_transformers() -> None:
+def test_the_tables_of_classes_are_those_of_transformers():
     classes = tokenization_auto.TOKENIZER_MAPPING_NAMES
     plain = {"TokenizersBackend", "MistralCommonBackend"}
     assert {classes[model_type] for model_type in tokenizer_files.PLAIN_MODELS} <= plain
@@ -313,9 +309,7 @@ REBUILT = [
 @pytest.mark.parametrize(("base", "config"), REBUILT)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_class_that_ignores_parts_of_the_file_is_followed(
-    base: str, config: dict[str, Any], folders: dict[str, Path], tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_class_that_ignores_parts_of_the_file_is_followed(base, config, folders, tmp_path, data):
     folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), **config)
     ours, theirs = both(folder)
     assert type(theirs).__name__ == config["tokenizer_class"]
@@ -325,9 +319,7 @@ def test_a_class_that_ignores_parts_of_the_file_is_followed(
 
 
 @pytest.mark.parametrize(("base", "name"), [("demo", "LlamaTokenizerFast"), ("gemma", "GPT2Tokenizer")])
-def test_a_file_is_right_where_the_class_would_lose_text(
-    base: str, name: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_file_is_right_where_the_class_would_lose_text(base, name, folders, tmp_path):
     folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), tokenizer_class=name)
     ours, theirs = both(folder)
     text = "Use 3, 5  and 7"
@@ -344,9 +336,7 @@ def test_a_file_is_right_where_the_class_would_lose_text(
         ("demo", {}, {"added_tokens.json": '{"[new]": 9999}'}),
     ],
 )
-def test_a_tokenizer_that_transformers_builds_in_its_own_way_is_left_to_it(
-    base: str, config: dict[str, Any], files: dict[str, str], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_transformers_builds_in_its_own_way_is_left_to_it(base, config, files, folders, tmp_path):
     folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), **config)
     for name, content in files.items():
         (folder / name).write_text(content)
@@ -355,9 +345,7 @@ def test_a_tokenizer_that_transformers_builds_in_its_own_way_is_left_to_it(
     assert type(tokenizer) is type(transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def test_a_hub_id_is_read_from_the_cache_of_the_hub(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_read_from_the_cache_of_the_hub(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--some--model"
@@ -371,7 +359,7 @@ def test_a_hub_id_is_read_from_the_cache_of_the_hub(
             Renderer(RendererSpec(missing))
 
 
-def test_a_broken_tokenizer_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json: "):
         Renderer(RendererSpec(str(written(tmp_path, '{"model": 1}'))))
 
@@ -380,9 +368,7 @@ def format_prompt(tokenizer: Any, text: str) -> Any:
     return tokenizer.pad([{"input_ids": tokenizer.encode(text)}, {"input_ids": []}])["attention_mask"]
 
 
-def test_transformers_answers_what_else_user_code_asks(
-    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_answers_what_else_user_code_asks(folders, caplog):
     ours, theirs = both(folders["demo"])
     ours.pad_token = theirs.pad_token = ours.eos_token
     assert ours.pad_token_id == ours.eos_token_id
@@ -412,7 +398,7 @@ def format_tool(word: str) -> str:
     return word
 
 
-def test_a_process_that_renders_loads_neither_transformers_nor_torch(folders: dict[str, Path]) -> None:
+def test_a_process_that_renders_loads_neither_transformers_nor_torch(folders):
     script = (
         "import sys; from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec\n"
         "from telescope.rollout import environments, worker\n"

@@ -1,7 +1,5 @@
 """A trajectory is token ids: added and sampled tokens of each turn, with their versions."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +20,7 @@ def trajectory(turns: list[tuple[list[int], list[int]]]) -> Trajectory:
 
 
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4))
-def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(
-    turns: list[tuple[list[int], list[int]]],
-) -> None:
+def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(turns):
     sample = trajectory(turns)
     sample.reward = reward()
     (train,) = sample.sequences()
@@ -33,7 +29,7 @@ def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(
     assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
 
 
-def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version() -> None:
+def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version():
     sample = Trajectory("5-0", 5, 0, "arithmetic", reward=reward(0.25))
     sample.turns = [
         Turn([1, 2], generation([10, 11, 12], spans=[(4, 0, 1), (5, 1, 3)])),
@@ -47,7 +43,7 @@ def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version(
     assert (train.token_ids_L.dtype, train.version_L.dtype) == (np.int32, np.int32)
 
 
-def test_age_counts_from_the_oldest_sampled_token_of_any_turn() -> None:
+def test_age_counts_from_the_oldest_sampled_token_of_any_turn():
     sample = trajectory([])
     assert sample.version_range == (-1, -1)
     sample.turns = [
@@ -57,24 +53,24 @@ def test_age_counts_from_the_oldest_sampled_token_of_any_turn() -> None:
     assert sample.version_range == (4, 9)
 
 
-def test_an_answer_without_tokens_has_no_version() -> None:
+def test_an_answer_without_tokens_has_no_version():
     assert trajectory([([1, 2], [])]).version_range == (-1, -1)
 
 
-def test_prompt_tokens_are_those_of_the_first_prompt() -> None:
+def test_prompt_tokens_are_those_of_the_first_prompt():
     sample = trajectory([([1, 2, 3], [4]), ([5, 6], [7, 8])])
     assert (sample.num_prompt_tokens, sample.num_completion_tokens) == (3, 3)
     assert trajectory([]).num_prompt_tokens == 0
 
 
-def test_the_stop_reason_is_that_of_the_last_turn() -> None:
+def test_the_stop_reason_is_that_of_the_last_turn():
     sample = trajectory([([1], [2])])
     sample.turns.append(Turn([3], generation([4], finish_reason="length"), parent=0))
     assert sample.stop_reason == "length"
     assert trajectory([]).stop_reason == ""
 
 
-def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled() -> None:
+def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled():
     sample = trajectory([([1, 2], [10, 11]), ([3], [12, 13])])
 
     def routes(*numbers: int) -> np.ndarray:
@@ -92,7 +88,7 @@ def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled() -> 
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 0, 5, 6, 0]
 
 
-def test_an_answer_without_routes_leaves_its_tokens_without_them() -> None:
+def test_an_answer_without_routes_leaves_its_tokens_without_them():
     sample = trajectory([([1, 2], [10, 11]), ([3], [12])])
     assert sample.sequences()[0].routes_LXK is None
     sample.turns[0].generation.routes_MXK = np.ones((3, 1, 2), np.uint8)

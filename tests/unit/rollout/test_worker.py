@@ -1,7 +1,5 @@
 """A rollout worker and its pool: when a report comes, and what a failure of one caller or server leaves."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -9,7 +9,7 @@ from tests.fakes.sandbox_sdks.machine import Machine
 
 from telescope.cli import doctor
 from telescope.sandbox import ExecResult, SandboxHandle, SandboxNotRunningError, contract
-from telescope.sandbox.contract import CHECKS, Check, ContractError, Trial
+from telescope.sandbox.contract import CHECKS, ContractError, Trial
 from telescope.sandbox.modal import ModalSandboxProvider
 
 pytestmark = pytest.mark.sandbox
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sandbox
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ["local", "prime", "modal", "daytona", "e2b", "docker"])
-async def test_provider_holds(trial: Trial, check: Check, name: str) -> None:
+async def test_provider_holds(trial, check, name):
     await check(trial)
 
 
@@ -40,7 +40,7 @@ def bad(machine: Machine) -> Trial:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_check_fails_for_a_bad_provider(bad: Trial, check: Check) -> None:
+async def test_check_fails_for_a_bad_provider(bad, check):
     with pytest.raises((ContractError, SandboxNotRunningError)):
         await check(bad)
 
@@ -50,7 +50,7 @@ async def broken(trial: Trial) -> None:
     raise ContractError("as promised")
 
 
-async def test_a_trial_that_is_interrupted_leaves_nothing(machine: Machine) -> None:
+async def test_a_trial_that_is_interrupted_leaves_nothing(machine):
     trial = Trial(ModalSandboxProvider())
     await trial.shared()
     await trial.provider.create(replace(trial.config, extra={"run": f"{trial.run}-label"}))
@@ -59,13 +59,7 @@ async def test_a_trial_that_is_interrupted_leaves_nothing(machine: Machine) -> N
 
 
 @pytest.mark.parametrize(("checks", "status"), [((contract.environment,), 0), ((contract.environment, broken), 1)])
-def test_doctor_prints_each_check_with_its_time(
-    machine: Machine,
-    checks: tuple[Check, ...],
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_doctor_prints_each_check_with_its_time(machine, checks, status, monkeypatch, capsys):
     monkeypatch.setattr(contract, "CHECKS", checks)
     assert doctor.run(doctor.build_parser().parse_args(["--sandbox", "modal"])) == status
     lines = capsys.readouterr().out.splitlines()

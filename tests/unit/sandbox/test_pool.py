@@ -1,11 +1,8 @@
 """A pool keeps sandboxes ready, replaces lost ones, and leaves none behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +89,7 @@ async def started(service: Service, size: int = 2, **options) -> GenericSandboxP
     return pool
 
 
-async def test_at_most_pool_size_sandboxes_exist_however_many_ask(service: Service):
+async def test_at_most_pool_size_sandboxes_exist_however_many_ask(service):
     pool = await started(service, 3, reuse=False)
     most = 0
 
@@ -110,7 +107,7 @@ async def test_at_most_pool_size_sandboxes_exist_however_many_ask(service: Servi
     assert not service.alive
 
 
-async def test_a_released_sandbox_is_used_again_only_with_reuse(service: Service):
+async def test_a_released_sandbox_is_used_again_only_with_reuse(service):
     for reuse, expected in ((True, 1), (False, 2)):
         pool = await started(service, 1, reuse=reuse)
         before = service.num_created
@@ -122,7 +119,7 @@ async def test_a_released_sandbox_is_used_again_only_with_reuse(service: Service
         await pool.shutdown()
 
 
-async def test_every_sandbox_is_noted_before_its_use_and_after_its_end(service: Service, tmp_path: Path):
+async def test_every_sandbox_is_noted_before_its_use_and_after_its_end(service, tmp_path):
     pool = await started(service, 2)
     handle = await pool.acquire()
     assert {row["id"] for row in rows(tmp_path)} >= {handle.id}
@@ -131,7 +128,7 @@ async def test_every_sandbox_is_noted_before_its_use_and_after_its_end(service: 
     assert {row["id"] for row in noted if row.get("destroyed")} == {row["id"] for row in noted}
 
 
-async def test_a_refused_create_is_tried_again_and_others_are_not(service: Service):
+async def test_a_refused_create_is_tried_again_and_others_are_not(service):
     service.failures = [SandboxBusyError("slow down"), SandboxBusyError("slow down")]
     pool = await started(service, 1)
     await pool.shutdown()
@@ -141,7 +138,7 @@ async def test_a_refused_create_is_tried_again_and_others_are_not(service: Servi
     assert not service.alive
 
 
-async def test_a_lost_sandbox_is_replaced_before_anybody_gets_it(service: Service, monkeypatch: pytest.MonkeyPatch):
+async def test_a_lost_sandbox_is_replaced_before_anybody_gets_it(service, monkeypatch):
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 0.0)
     pool = await started(service, 1)
     (lost,) = pool.all_sandboxes
@@ -151,7 +148,7 @@ async def test_a_lost_sandbox_is_replaced_before_anybody_gets_it(service: Servic
     await pool.shutdown()
 
 
-async def test_a_sandbox_near_its_end_is_replaced(service: Service):
+async def test_a_sandbox_near_its_end_is_replaced(service):
     pool = await started(service, 1)
     (old,) = pool.all_sandboxes
     pool.all_sandboxes[old] -= pool.config.timeout_seconds * 0.8
@@ -159,7 +156,7 @@ async def test_a_sandbox_near_its_end_is_replaced(service: Service):
     await pool.shutdown()
 
 
-async def test_waiting_in_vain_is_an_error_with_the_field(service: Service):
+async def test_waiting_in_vain_is_an_error_with_the_field(service):
     pool = await started(service, 1)
     await pool.acquire()
     with pytest.raises(SandboxError, match=r"1 of 1 are in use\. Raise pool_size"):
@@ -169,7 +166,7 @@ async def test_waiting_in_vain_is_an_error_with_the_field(service: Service):
         await pool.acquire()
 
 
-async def test_creates_are_bounded_in_number_and_rate(service: Service, monkeypatch: pytest.MonkeyPatch):
+async def test_creates_are_bounded_in_number_and_rate(service, monkeypatch):
     service.seconds = 0.01
     pool = await started(service, 12, max_concurrent_creates=3)
     await asyncio.gather(*(pool.acquire() for _ in range(12)))
@@ -190,7 +187,7 @@ async def test_creates_are_bounded_in_number_and_rate(service: Service, monkeypa
     await pool.shutdown()
 
 
-async def test_a_cancelled_wait_takes_no_sandbox(service: Service):
+async def test_a_cancelled_wait_takes_no_sandbox(service):
     pool = await started(service, 1)
     handle = await pool.acquire()
     waiting = asyncio.ensure_future(pool.acquire())
@@ -202,7 +199,7 @@ async def test_a_cancelled_wait_takes_no_sandbox(service: Service):
     await pool.shutdown()
 
 
-async def test_reap_destroys_by_id_and_by_label(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_reap_destroys_by_id_and_by_label(service, tmp_path, monkeypatch):
     pool = await started(service, 2, reuse=False)
     await pool.acquire()
     await pool.acquire()
@@ -218,7 +215,7 @@ async def test_reap_destroys_by_id_and_by_label(service: Service, tmp_path: Path
     assert await reap(tmp_path / "run") == []
 
 
-async def test_a_sandbox_that_cannot_be_destroyed_stays_in_the_ledger(service: Service, tmp_path: Path):
+async def test_a_sandbox_that_cannot_be_destroyed_stays_in_the_ledger(service, tmp_path):
     pool = await started(service, 1)
     handle = await pool.acquire()
     service.undestroyable.add(handle.id)
@@ -226,9 +223,7 @@ async def test_a_sandbox_that_cannot_be_destroyed_stays_in_the_ledger(service: S
     assert not any(row.get("destroyed") for row in rows(tmp_path))
 
 
-async def test_one_that_cannot_be_reaped_keeps_no_other(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_one_that_cannot_be_reaped_keeps_no_other(service, tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     pool = GenericSandboxPool(service, SandboxConfig(), 2)
     await pool.start()
@@ -247,7 +242,7 @@ async def test_one_that_cannot_be_reaped_keeps_no_other(
     assert await reap(tmp_path) == [f"service {handles[1].id}"]
 
 
-async def test_all_that_wait_hear_of_a_service_that_fails(service: Service):
+async def test_all_that_wait_hear_of_a_service_that_fails(service):
     pool = GenericSandboxPool(service, SandboxConfig(), 1)
     await pool.start()
     handle = await pool.acquire()
@@ -260,7 +255,7 @@ async def test_all_that_wait_hear_of_a_service_that_fails(service: Service):
     await pool.shutdown()
 
 
-async def test_one_that_waits_hears_of_the_end(service: Service):
+async def test_one_that_waits_hears_of_the_end(service):
     pool = GenericSandboxPool(service, SandboxConfig(), 1)
     await pool.start()
     await pool.acquire()
@@ -283,7 +278,7 @@ async def test_one_that_waits_hears_of_the_end(service: Service):
         {"docker_image": "debian"},
     ],
 )
-def test_what_no_sandbox_can_have_is_refused(values: dict[str, Any]):
+def test_what_no_sandbox_can_have_is_refused(values):
     with pytest.raises(UserError, match=next(iter(values))):
         SandboxConfig(**values)
 
@@ -299,14 +294,14 @@ def test_an_environment_names_its_argument_for_a_field_of_the_configuration():
 
 
 @pytest.mark.parametrize("field", ["pool_size", "max_concurrent_creates"])
-def test_a_size_of_zero_is_refused(service: Service, field: str):
+def test_a_size_of_zero_is_refused(service, field):
     with pytest.raises(UserError, match=f"{field}=0"):
         GenericSandboxPool(service, SandboxConfig(), **{field: 0})
 
 
 @given(st.lists(st.sampled_from(["acquire", "release", "remove", "lose", "cancel"]), max_size=30), st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_whatever_happens_nothing_is_left_and_nothing_is_shared(actions: list[str], reuse: bool):
+def test_whatever_happens_nothing_is_left_and_nothing_is_shared(actions, reuse):
     async def scenario() -> None:
         service = Service()
         pool = await started(service, 3, reuse=reuse)
@@ -333,7 +328,7 @@ def test_whatever_happens_nothing_is_left_and_nothing_is_shared(actions: list[st
     asyncio.run(scenario())
 
 
-def test_without_a_run_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_run_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(DIRECTORY_VARIABLE)
     ledger = SandboxLedger.of_process()
     ledger.closed(SandboxHandle("s1"))

@@ -1,7 +1,5 @@
 """Runs, and `telescope sandbox reap` after killed ones, destroy the sandboxes that are left."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path

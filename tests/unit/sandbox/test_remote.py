@@ -4,11 +4,9 @@ import asyncio
 import importlib
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes.sandbox_sdks.machine import Machine
 from tests.unit.sandbox.conftest import KEYS, MODULES, docker_calls
 from tests.unit.sandbox.signatures import RECORDED, parameters
 
@@ -26,7 +24,6 @@ from telescope.sandbox import (
     get_provider,
     remote,
 )
-from telescope.sandbox.contract import Trial
 
 CLOUDS = list(MODULES)
 LATE, GONE, SETUP = SandboxCommandTimeoutError, SandboxNotRunningError, SandboxSetupError
@@ -89,9 +86,7 @@ ERRORS: list[tuple[str, str, str, type[Exception]]] = [
 
 
 @pytest.mark.parametrize(("name", "error", "message", "expected"), ERRORS)
-async def test_error_of_the_sdk_becomes_ours(
-    trial: Trial, machine: Machine, name: str, error: str, message: str, expected: type[Exception]
-) -> None:
+async def test_error_of_the_sdk_becomes_ours(trial, machine, name, error, message, expected):
     kind = getattr(sys.modules[MODULES[name]], error)
     handle = await trial.shared()
     machine.failures["execute"] = kind(message)
@@ -107,9 +102,7 @@ async def test_error_of_the_sdk_becomes_ours(
 
 
 @pytest.mark.parametrize(("name", "module"), MODULES.items())
-def test_missing_sdk_or_key_says_what_to_do(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str
-) -> None:
+def test_missing_sdk_or_key_says_what_to_do(machine, monkeypatch, tmp_path, name, module):
     monkeypatch.setenv("HOME", str(tmp_path))
     for key in KEYS.values():
         monkeypatch.delenv(key)
@@ -120,13 +113,13 @@ def test_missing_sdk_or_key_says_what_to_do(
         get_provider(name)
 
 
-def test_daytona_takes_a_token_for_a_key(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daytona_takes_a_token_for_a_key(machine, monkeypatch):
     monkeypatch.delenv("DAYTONA_API_KEY", raising=False)
     monkeypatch.setenv("DAYTONA_JWT_TOKEN", "token")
     assert get_provider("daytona").name == "daytona"
 
 
-def test_older_package_of_daytona_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_package_of_daytona_works(machine, monkeypatch):
     old = importlib.import_module("tests.fakes.sandbox_sdks.daytona")
     monkeypatch.setitem(sys.modules, "daytona", None)
     monkeypatch.setitem(sys.modules, "daytona_sdk", old)
@@ -134,9 +127,7 @@ def test_older_package_of_daytona_works(machine: Machine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-async def test_sandbox_gets_what_the_configuration_says(
-    trial: Trial, machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sandbox_gets_what_the_configuration_says(trial, machine, name, monkeypatch):
     monkeypatch.setenv("DEFAULT_DOCKER_IMAGE", "debian:13")
     config = SandboxConfig(cpu=2, memory_mb=1500, timeout_seconds=90, environment_vars={"A": "b"}, extra={"run": "r"})
     handle = await trial.provider.create(config)
@@ -158,7 +149,7 @@ async def test_sandbox_gets_what_the_configuration_says(
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("name", ["prime"])
-async def test_options_of_prime(trial: Trial, machine: Machine, name: str) -> None:
+async def test_options_of_prime(trial, machine, name):
     extra = {"team_id": "team", "start_command": "tail -f /dev/null"}
     handle = await trial.provider.create(SandboxConfig(extra=extra))
     settings: Any = machine.boxes[handle.id].settings
@@ -171,7 +162,7 @@ async def test_options_of_prime(trial: Trial, machine: Machine, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["prime"])
-async def test_create_is_asked_again_with_the_same_key(trial: Trial, machine: Machine, name: str) -> None:
+async def test_create_is_asked_again_with_the_same_key(trial, machine, name):
     machine.failures["create"] = sys.modules["prime_sandboxes"].APITimeoutError("late")  # type: ignore[attr-defined]
     handle = await trial.provider.create(trial.config)
     assert machine.calls.count("create") == 2
@@ -179,7 +170,7 @@ async def test_create_is_asked_again_with_the_same_key(trial: Trial, machine: Ma
 
 
 @pytest.mark.parametrize("name", ["prime"])
-async def test_sandbox_that_never_runs_is_destroyed(trial: Trial, machine: Machine, name: str) -> None:
+async def test_sandbox_that_never_runs_is_destroyed(trial, machine, name):
     machine.failures["wait"] = sys.modules["prime_sandboxes"].SandboxImagePullError("no image")  # type: ignore[attr-defined]
     with pytest.raises(SandboxImagePullError):
         await trial.provider.create(trial.config)
@@ -187,7 +178,7 @@ async def test_sandbox_that_never_runs_is_destroyed(trial: Trial, machine: Machi
 
 
 @pytest.mark.parametrize("name", ["daytona"])
-async def test_sandbox_of_a_late_create_is_destroyed(trial: Trial, machine: Machine, name: str) -> None:
+async def test_sandbox_of_a_late_create_is_destroyed(trial, machine, name):
     forgotten = await trial.provider.create(trial.config)
     error: Any = sys.modules["daytona"].DaytonaTimeoutError("late")  # type: ignore[attr-defined]
     error.sandbox_id, machine.failures["create"] = forgotten.id, error
@@ -197,7 +188,7 @@ async def test_sandbox_of_a_late_create_is_destroyed(trial: Trial, machine: Mach
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial: Trial, machine: Machine, name: str) -> None:
+async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial, machine, name):
     machine.create_seconds = 0.3
     creating = asyncio.ensure_future(trial.provider.create(trial.config))
     for _ in range(2):
@@ -211,9 +202,7 @@ async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial: Trial,
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("name", ["prime", "e2b"])
-async def test_long_command_is_started_then_asked_for(
-    trial: Trial, machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_command_is_started_then_asked_for(trial, machine, name, monkeypatch):
     monkeypatch.setattr(remote, "POLL_SECONDS", (0.1, 0.1))
     handle = await trial.shared()
     seconds = type(trial.provider).detach_after + 1  # type: ignore[attr-defined]
@@ -230,9 +219,7 @@ async def test_long_command_is_started_then_asked_for(
 @pytest.mark.parametrize(
     ("code", "expected"), [(-1, SandboxCommandTimeoutError), (137, SandboxOOMError), (1, SandboxError)]
 )
-async def test_script_that_is_ended_by_the_service_is_an_error(
-    trial: Trial, name: str, code: int, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_script_that_is_ended_by_the_service_is_an_error(trial, name, code, expected, monkeypatch):
     async def run(*_: object) -> ExecResult:
         return ExecResult(code, "", "")
 
@@ -244,7 +231,7 @@ async def test_script_that_is_ended_by_the_service_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["docker"])
-async def test_container_is_locked_down(trial: Trial, docker: Path, name: str) -> None:
+async def test_container_is_locked_down(trial, docker, name):
     await trial.shared()
     line = " ".join(docker_calls(docker)[0])
     for option in (
@@ -267,9 +254,7 @@ async def test_container_is_locked_down(trial: Trial, docker: Path, name: str) -
         ("something else", SandboxError),
     ],
 )
-async def test_failure_of_docker_becomes_ours(
-    trial: Trial, docker: Path, name: str, message: str, expected: type[Exception]
-) -> None:
+async def test_failure_of_docker_becomes_ours(trial, docker, name, message, expected):
     (docker / "failure").write_text(message)
     with pytest.raises((SandboxError, SandboxSetupError)) as found:
         await trial.provider.create(trial.config)
@@ -277,7 +262,7 @@ async def test_failure_of_docker_becomes_ours(
     assert found.type is expected
 
 
-def test_missing_docker_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_docker_says_how_to_install_it(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxSetupError, match=r"docs\.docker\.com"):
         get_provider("docker")
@@ -286,7 +271,7 @@ def test_missing_docker_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("path", json.loads(RECORDED.read_text()))
-def test_fakes_take_what_the_sdks_take(path: str) -> None:
+def test_fakes_take_what_the_sdks_take(path):
     recorded = json.loads(RECORDED.read_text())[path]
     module, _, name = path.partition(":")
     fake = parameters(f"tests.fakes.sandbox_sdks.{module.partition('.')[0]}:{name}")

@@ -1,7 +1,5 @@
 """A replayed run is the recorded one, at another time and of any length."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """A step's histograms are sent once, when all of them are there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from telescope.trackers.charts import StepHistograms

@@ -1,7 +1,5 @@
 """Which ranks get the same rows, and what is refused of a backend's layout."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A small copy of a model shows whether the trainer computes it as transformers does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ def of_family(folder: Path, name: str, **fields: Any) -> str:
     return save(folder, family.model_type, **(family.fields | fields))
 
 
-def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path, monkeypatch):
     forward = LlamaForCausalLM.forward
 
     def shifted(self: Any, *args: Any, **options: Any) -> Any:
@@ -63,8 +61,8 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path: Path, m
     ],
 )  # fmt: skip
 def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones_are_not(
-    tmp_path: Path, name: str, fields: dict[str, Any], length: int, words: str
-) -> None:
+    tmp_path, name, fields, length, words
+):
     folder = of_family(tmp_path, name, **fields)
     with pytest.raises(UserError, match=words):
         choose_execution(folder, length)
@@ -73,13 +71,13 @@ def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones
 
 
 @pytest.mark.parametrize("model_type", ["phimoe", "deepseek_v3", "ernie4_5_moe", "deepseek_v32", "glm_moe_dsa"])
-def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path: Path, model_type: str) -> None:
+def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path, model_type):
     with pytest.raises(UserError, match=f"experts of type {model_type}. Of models with experts, the weight"):
         choose_execution(save(tmp_path, model_type), 16)
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text"])
-def test_layers_that_share_keys_and_values_are_in_the_small_copy(tmp_path: Path, model_type: str) -> None:
+def test_layers_that_share_keys_and_values_are_in_the_small_copy(tmp_path, model_type):
     kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 2
     fields = {
         "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 10,
@@ -91,7 +89,7 @@ def test_layers_that_share_keys_and_values_are_in_the_small_copy(tmp_path: Path,
     assert choose_execution(save(tmp_path, model_type, **fields), 16).packs
 
 
-def test_a_wrapper_is_loaded_by_the_class_that_its_config_names(tmp_path: Path) -> None:
+def test_a_wrapper_is_loaded_by_the_class_that_its_config_names(tmp_path):
     config = AutoConfig.for_model("qwen3_5")
     for name, auto in (
         ("Qwen3_5ForConditionalGeneration", AutoModelForImageTextToText), ("Qwen3_5ForCausalLM", AutoModelForCausalLM),
@@ -101,7 +99,7 @@ def test_a_wrapper_is_loaded_by_the_class_that_its_config_names(tmp_path: Path) 
         assert auto_class(load_config(str(tmp_path))) is auto
 
 
-def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> None:
+def test_positions_that_a_model_has_not_learned_are_refused(tmp_path):
     folder = save(tmp_path, "gpt2", n_positions=32, n_embd=32, n_layer=2, n_head=2, vocab_size=99)
     with pytest.raises(
         UserError, match=r"max_model_len is 33, but beyond 32 tokens .* no position embeddings for more"
@@ -109,7 +107,7 @@ def test_positions_that_a_model_has_not_learned_are_refused(tmp_path: Path) -> N
         choose_execution(folder, 33)
 
 
-def test_a_small_copy_has_every_kind_of_layer(tmp_path: Path) -> None:
+def test_a_small_copy_has_every_kind_of_layer(tmp_path):
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=24, layer_types=kinds * 4, sliding_window=512)
     small = shrink(config)

@@ -1,7 +1,5 @@
 """An engine that computes something else than the trainer is found in the first steps, and rounding is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +112,7 @@ def logprobs_of(model: PreTrainedModel, tokens_L: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_engine_with_this_error_stops_the_run(trainer: PreTrainedModel, error: str, monkeypatch: Any) -> None:
+def test_an_engine_with_this_error_stops_the_run(trainer, error, monkeypatch):
     changes, plant = ERRORS[error]
     engine = model_of(**changes)
     engine.load_state_dict(trainer.state_dict())
@@ -124,9 +122,7 @@ def test_an_engine_with_this_error_stops_the_run(trainer: PreTrainedModel, error
         compare(trainer, engine, monkeypatch).check()
 
 
-def test_the_message_names_the_boundary_behind_which_the_difference_begins(
-    trainer: PreTrainedModel, monkeypatch: Any
-) -> None:
+def test_the_message_names_the_boundary_behind_which_the_difference_begins(trainer, monkeypatch):
     engine = model_of(sliding_window=WINDOW + 1)
     engine.load_state_dict(trainer.state_dict())
     with pytest.raises(
@@ -135,7 +131,7 @@ def test_the_message_names_the_boundary_behind_which_the_difference_begins(
         compare(trainer, engine, monkeypatch).check()
 
 
-def test_equal_sides_and_tokens_of_other_versions_pass(trainer: PreTrainedModel, monkeypatch: Any) -> None:
+def test_equal_sides_and_tokens_of_other_versions_pass(trainer, monkeypatch):
     compare(trainer, trainer, monkeypatch).check()
     engine = model_of()  # with other weights, which sampled all of it
     compare(trainer, engine, monkeypatch, version=5).check()
@@ -147,20 +143,18 @@ def test_equal_sides_and_tokens_of_other_versions_pass(trainer: PreTrainedModel,
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"lora_rank": 4, "lora_dropout": 0.1}, {"compare_first_steps": 0}])
-def test_sides_that_are_meant_to_differ_are_not_compared(
-    trainer: PreTrainedModel, monkeypatch: Any, fields: dict[str, Any]
-) -> None:
+def test_sides_that_are_meant_to_differ_are_not_compared(trainer, monkeypatch, fields):
     compare(trainer, model_of(), monkeypatch, **fields).check()
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0.0, 0.03)), min_size=1, max_size=12))
-def test_rounding_that_differs_by_position_is_no_error_of_bfloat16(places: list[tuple[int, float]]) -> None:
+def test_rounding_that_differs_by_position_is_no_error_of_bfloat16(places):
     sums = np.array([(count, count * mean) for count, mean in places])
     assert find_difference(np.arange(len(places)), sums, allowed=0.08) is None
 
 
 @given(st.lists(st.tuples(st.integers(300, 10_000), st.floats(0.0, 0.01)), min_size=1, max_size=8), st.floats(0.06, 9))
-def test_a_jump_is_found_where_it_begins(places: list[tuple[int, float]], jump: float) -> None:
+def test_a_jump_is_found_where_it_begins(places, jump):
     pairs = [(count, count * mean) for count, mean in places]
     sums = np.array([*pairs, (400, 400 * jump), (500, 500 * jump)])
     found = find_difference(np.arange(len(sums)), sums, allowed=0.08)
@@ -168,5 +162,5 @@ def test_a_jump_is_found_where_it_begins(places: list[tuple[int, float]], jump: 
     assert found[0] == len(places)
 
 
-def test_not_a_number_is_a_difference() -> None:
+def test_not_a_number_is_a_difference():
     assert find_difference(np.array([0]), np.array([[100.0, np.nan]]), allowed=0.08) is not None

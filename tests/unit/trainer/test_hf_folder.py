@@ -1,7 +1,5 @@
 """Model folders: the plan of their files, safetensors that others read, sizes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

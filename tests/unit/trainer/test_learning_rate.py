@@ -1,7 +1,5 @@
 """The learning rate is a function of the step alone, and never 0 within a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused logprob and entropy pass equals log-softmax done the plain way, forward and backward."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer refuses a checkpoint of which transformers would leave a part at random values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -59,13 +57,13 @@ READERS = pytest.mark.parametrize("read", [load, check])
 """With the data, and by the headers alone."""
 
 
-def test_a_complete_checkpoint_loads(folder: Path) -> None:
+def test_a_complete_checkpoint_loads(folder):
     assert load(folder).get_parameter(QUERY).shape == (16, 48)
     check(folder)
 
 
 @READERS
-def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path: Path, read: Any) -> None:
+def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path, read):
     for tied in (True, False):
         model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
         model.save_pretrained(tmp_path)
@@ -85,16 +83,14 @@ def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path: Path, re
         (torch.zeros(16, 40), rf"{QUERY} with \[16, 40\] instead of \[16, 48\]"),
     ],
 )
-def test_a_tensor_that_is_missing_or_of_another_size_is_refused(
-    folder: Path, read: Any, change: torch.Tensor | None, problem: str
-) -> None:
+def test_a_tensor_that_is_missing_or_of_another_size_is_refused(folder, read, change, problem):
     change_tensors(folder, **{QUERY: change})
     with pytest.raises(UserError, match=problem):
         read(folder)
 
 
 @READERS
-def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path, read: Any) -> None:
+def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder, read):
     change_tensors(folder, **{"transformer.h.2.ln_1.weight": torch.zeros(16)})
     with pytest.raises(
         UserError, match=r"does not have: transformer.h.2.ln_1.weight. Download or save the model again"
@@ -114,7 +110,7 @@ def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path, r
         ),
     ],
 )
-def test_an_architecture_that_is_no_language_model_is_refused(tmp_path: Path, config: Any, problem: str) -> None:
+def test_an_architecture_that_is_no_language_model_is_refused(tmp_path, config, problem):
     values = config if isinstance(config, dict) else config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=problem):
@@ -132,9 +128,7 @@ def test_an_architecture_that_is_no_language_model_is_refused(tmp_path: Path, co
         ({"model_type": ["x"]}, "cannot be loaded: TypeError: unhashable type"),
     ],
 )
-def test_values_that_no_model_can_have_are_refused_in_one_line(
-    tmp_path: Path, changes: dict[str, Any], problem: str
-) -> None:
+def test_values_that_no_model_can_have_are_refused_in_one_line(tmp_path, changes, problem):
     write_model_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
     if not problem:
@@ -143,7 +137,7 @@ def test_values_that_no_model_can_have_are_refused_in_one_line(
         check(tmp_path)
 
 
-def test_another_output_layer_beside_tied_embeddings_is_refused(tmp_path: Path) -> None:
+def test_another_output_layer_beside_tied_embeddings_is_refused(tmp_path):
     LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)).save_pretrained(tmp_path)
     change_tensors(tmp_path, **{"lm_head.weight": torch.ones(32, 16)})
     with pytest.raises(UserError, match=r"Set tie_word_embeddings to false in config\.json"):
@@ -151,7 +145,7 @@ def test_another_output_layer_beside_tied_embeddings_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("part", [None, torch.zeros(8, 9)])
-def test_an_expert_that_is_missing_or_of_another_size_is_refused(tmp_path: Path, part: torch.Tensor | None) -> None:
+def test_an_expert_that_is_missing_or_of_another_size_is_refused(tmp_path, part):
     config = Qwen3MoeConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_experts=2,
         num_experts_per_tok=1, moe_intermediate_size=8, vocab_size=32,
@@ -162,7 +156,7 @@ def test_an_expert_that_is_missing_or_of_another_size_is_refused(tmp_path: Path,
         check(tmp_path)
 
 
-def test_the_trial_before_a_start_reports_what_the_trainer_would_refuse(tmp_path: Path) -> None:
+def test_the_trial_before_a_start_reports_what_the_trainer_would_refuse(tmp_path):
     write_model_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"^model: '.*' cannot be trained, because its weight files lack tensors"):

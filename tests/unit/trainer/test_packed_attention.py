@@ -1,7 +1,5 @@
 """Packed attention: a segment sees itself, causally, whatever lies beside it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

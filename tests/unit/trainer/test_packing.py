@@ -1,7 +1,5 @@
 """Packing: nothing lost, nothing twice, every rank as long as the others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

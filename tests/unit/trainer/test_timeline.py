@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return simulated
 
 
-def test_device_spans_show_execution_and_not_launch_times(device: Device) -> None:
+def test_device_spans_show_execution_and_not_launch_times(device):
     timeline = Timeline(torch.device("cuda"), rank=3)
     with timeline.span("forward", 0):
         device.launch(2.0)
@@ -68,9 +68,7 @@ def test_device_spans_show_execution_and_not_launch_times(device: Device) -> Non
     assert (backward.rank, backward.micro_batch) == (3, 0)
 
 
-def test_a_step_that_begins_on_a_busy_device_is_aligned_at_its_first_idle_moment(
-    device: Device,
-) -> None:
+def test_a_step_that_begins_on_a_busy_device_is_aligned_at_its_first_idle_moment(device):
     device.launch(5.0)  # of the step before: the first event happens 5 s after the host has asked for it
     timeline = Timeline(torch.device("cuda"), rank=0)
     with timeline.span("forward", 0):
@@ -85,7 +83,7 @@ def test_a_step_that_begins_on_a_busy_device_is_aligned_at_its_first_idle_moment
     assert (optimizer.start, optimizer.end) == (109 + CLOCK_SKEW, 110 + CLOCK_SKEW)
 
 
-def test_on_the_cpu_spans_are_the_host_s_own_times() -> None:
+def test_on_the_cpu_spans_are_the_host_s_own_times():
     before = time.time()
     timeline = Timeline(torch.device("cpu"), rank=0)
     with timeline.span("outer"), timeline.span("inner", 1):
@@ -96,14 +94,14 @@ def test_on_the_cpu_spans_are_the_host_s_own_times() -> None:
     assert inner.end - inner.start >= 0.01
 
 
-def test_a_timeline_that_is_off_does_not_touch_the_device() -> None:
+def test_a_timeline_that_is_off_does_not_touch_the_device():
     timeline = Timeline(torch.device("cuda"), rank=0, enabled=False)  # there may be none here
     with timeline.span("forward", 0):
         pass
     assert timeline.finish() == []
 
 
-def test_timing_metrics_add_up_each_operation_and_divide_by_the_micro_batches() -> None:
+def test_timing_metrics_add_up_each_operation_and_divide_by_the_micro_batches():
     spans = [Span("forward", 1.0, 2.0, micro_batch=0), Span("forward", 4.0, 7.0, micro_batch=1), Span("else", 0.0, 9.0)]
     metrics = timing_metrics(spans, 2)
     assert metrics["timing_forward_total"] == 4.0

@@ -1,7 +1,5 @@
 """Moving a micro-batch to a device."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,9 +1,6 @@
 """This version of torch has the private parts that checkpoints use, and they behave as expected."""
 
-from __future__ import annotations
-
 import builtins
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CPU = torch.device("cpu")
 
 
-def test_a_copy_is_complete_in_shared_memory_and_its_memory_is_kept() -> None:
+def test_a_copy_is_complete_in_shared_memory_and_its_memory_is_kept():
     copies, weight = SharedCopies(CPU), torch.arange(8.0)
     first = copies.copy({"model": {"weight": weight}, "step": 1})
     assert first["step"] == 1
@@ -34,9 +31,7 @@ def test_a_copy_is_complete_in_shared_memory_and_its_memory_is_kept() -> None:
     ("message", "expected"),
     [("unable to allocate shared memory(shm) for file </torch_1>", OSError), ("shapes differ", RuntimeError)],
 )
-def test_only_missing_memory_is_reported_as_such(
-    monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
-) -> None:
+def test_only_missing_memory_is_reported_as_such(monkeypatch, message, expected):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(message)
 
@@ -46,7 +41,7 @@ def test_only_missing_memory_is_reported_as_such(
         copies.copy({})
 
 
-def test_the_index_names_the_files_and_their_sizes(tmp_path: Path) -> None:
+def test_the_index_names_the_files_and_their_sizes(tmp_path):
     dcp.save({"weight": torch.zeros(100)}, checkpoint_id=str(tmp_path), no_dist=True)
     ((name, size),) = shard_sizes(tmp_path).items()
     assert 400 <= size <= (tmp_path / name).stat().st_size
@@ -55,7 +50,7 @@ def test_the_index_names_the_files_and_their_sizes(tmp_path: Path) -> None:
         shard_sizes(tmp_path)
 
 
-def test_a_torch_without_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_them_is_named(monkeypatch):
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:

@@ -1,22 +1,12 @@
 """Digests of files."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from telescope.utils import digests
 
 
 @pytest.mark.parametrize(("threshold", "is_announced"), [(2, True), (3, False)])
-def test_comparing_large_files_is_announced(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    threshold: int,
-    is_announced: bool,
-) -> None:
+def test_comparing_large_files_is_announced(tmp_path, monkeypatch, capsys, threshold, is_announced):
     monkeypatch.setattr(digests, "ANNOUNCED_BYTES", threshold)
     (tmp_path / "shard").write_bytes(b"12")
     known = digests.digests_of(tmp_path, ["shard"])

@@ -1,7 +1,5 @@
 """Exit codes in words, and threads that nothing waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Connecting to engines: aborts, deadlines, and peers that are refused."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -18,9 +18,7 @@ def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
 
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.data(), st.sampled_from(DTYPES))
-def test_shares_of_any_cut_add_up_to_the_whole(
-    rows: int, columns: int, data: st.DataObject, dtype: torch.dtype
-) -> None:
+def test_shares_of_any_cut_add_up_to_the_whole(rows, columns, data, dtype):
     tensor = sample(rows, columns, dtype)
     row_cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=3))})
     column_cuts = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=3))})
@@ -30,7 +28,7 @@ def test_shares_of_any_cut_add_up_to_the_whole(
     assert add_fingerprints(shares) == fingerprint(tensor)
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_show(monkeypatch):
     tensor = sample(50, 7)
     whole = fingerprint(tensor)
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 20)
@@ -39,7 +37,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 199), st.integers(0, 15), st.sampled_from(DTYPES))
-def test_one_flipped_bit_changes_it(index: int, bit: int, dtype: torch.dtype) -> None:
+def test_one_flipped_bit_changes_it(index, bit, dtype):
     tensor = sample(20, 10, dtype)
     flipped = tensor.clone()
     view = flipped.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)
@@ -47,7 +45,7 @@ def test_one_flipped_bit_changes_it(index: int, bit: int, dtype: torch.dtype) ->
     assert fingerprint(flipped) != fingerprint(tensor)
 
 
-def test_exchanged_rows_columns_and_elements_change_it() -> None:
+def test_exchanged_rows_columns_and_elements_change_it():
     tensor = sample(6, 6)
     rows, columns, elements = tensor.clone(), tensor.clone(), tensor.clone()
     rows[[1, 4]] = tensor[[4, 1]]
@@ -58,29 +56,29 @@ def test_exchanged_rows_columns_and_elements_change_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sign_of_zero_does_not_count(dtype: torch.dtype) -> None:
+def test_the_sign_of_zero_does_not_count(dtype):
     zero, negative = torch.tensor([0.0, 1.0]).to(dtype), torch.tensor([-0.0, 1.0]).to(dtype)
     assert fingerprint(zero) == fingerprint(negative)
 
 
-def test_values_that_kernels_flush_count_as_zero_and_small_float16_values_do_not() -> None:
+def test_values_that_kernels_flush_count_as_zero_and_small_float16_values_do_not():
     assert fingerprint(torch.tensor([1e-40])) == 0
     assert fingerprint(torch.tensor([1e-40], dtype=torch.bfloat16)) == 0
     assert fingerprint(torch.tensor([1e-6], dtype=torch.float16)) != 0
 
 
-def test_it_is_the_same_for_any_memory_layout_and_for_any_number_of_dimensions() -> None:
+def test_it_is_the_same_for_any_memory_layout_and_for_any_number_of_dimensions():
     tensor = sample(8, 6)
     assert fingerprint(tensor.T.contiguous().T) == fingerprint(tensor)
     assert fingerprint(tensor.view(8, 2, 3)) == fingerprint(tensor)
     assert to_hex(fingerprint(torch.tensor(2.0))) == to_hex(fingerprint(torch.tensor([2.0])))
 
 
-def test_it_does_not_change_from_one_release_to_the_next() -> None:
+def test_it_does_not_change_from_one_release_to_the_next():
     """Sender and engine may run different torch versions; the constants are part of the format."""
     assert to_hex(fingerprint(torch.arange(1, 7, dtype=torch.float32).view(2, 3))) == "64c2ce9d9073d729"
 
 
-def test_a_dtype_of_no_transfer_is_refused() -> None:
+def test_a_dtype_of_no_transfer_is_refused():
     with pytest.raises(TypeError, match="int64"):
         fingerprint(torch.zeros(2, dtype=torch.int64))

@@ -16,9 +16,7 @@ def update_of(list_of_shapes: list[tuple[int, ...]], **options: object) -> Updat
 
 
 @given(shapes, dtypes, st.integers(1, 5000))
-def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(
-    list_of_shapes: list[tuple[int, ...]], dtype: str, bucket_bytes: int
-) -> None:
+def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(list_of_shapes, dtype, bucket_bytes):
     update = update_of(list_of_shapes, dtype=dtype)
     small = UpdateInfo(**{**update.to_dict(), "bucket_bytes": bucket_bytes})
     buckets = plan_buckets(small)
@@ -34,17 +32,17 @@ def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(
 
 
 @given(shapes)
-def test_per_tensor_sends_each_tensor_alone(list_of_shapes: list[tuple[int, ...]]) -> None:
+def test_per_tensor_sends_each_tensor_alone(list_of_shapes):
     buckets = plan_buckets(update_of(list_of_shapes, mode="per_tensor"))
     assert [len(bucket.entries) for bucket in buckets] == [1] * len(list_of_shapes)
 
 
-def test_buckets_are_as_full_as_the_order_allows() -> None:
+def test_buckets_are_as_full_as_the_order_allows():
     update = update_of([(MIB // 16,)] * 12, bucket_mb=1)  # 256 KiB each
     assert [len(bucket.entries) for bucket in plan_buckets(update)] == [4, 4, 4]
 
 
-def test_an_update_survives_json_and_keeps_its_digest() -> None:
+def test_an_update_survives_json_and_keeps_its_digest():
     import json
 
     update = update_of([(3, 4), ()], folder="f")
@@ -58,7 +56,7 @@ def test_an_update_survives_json_and_keeps_its_digest() -> None:
     "change",
     [{"version": 2}, {"dtype": "bfloat16"}, {"mode": "per_tensor"}, {"bucket_bytes": 9}, {"shapes": [[4, 3], [5]]}],
 )
-def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change: dict[str, object]) -> None:
+def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change):
     update = update_of([(3, 4), (5,)])
     assert UpdateInfo(**{**update.to_dict(), **change}).digest != update.digest  # type: ignore[arg-type]
 
@@ -72,7 +70,7 @@ def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change
         ({"bucket_bytes": 0}, "must be positive"),
     ],
 )
-def test_an_impossible_update_is_refused(fields: dict[str, object], message: str) -> None:
+def test_an_impossible_update_is_refused(fields, message):
     good = update_of([(2,)]).to_dict()
     with pytest.raises(ValueError, match=message):
         UpdateInfo(**{**good, **fields})

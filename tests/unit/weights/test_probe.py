@@ -31,7 +31,7 @@ def sent(tensor: torch.Tensor) -> dict[str, str]:
     return {"w": to_hex(fingerprint(tensor))}
 
 
-def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_accepted(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_accepted(tensor, sent):
     by_rows = [worker(share(tensor, (0, 4), (0, 6))), worker(share(tensor, (4, 8), (0, 6)))]
     by_columns = [worker(share(tensor, (0, 8), (0, 3))), worker(share(tensor, (0, 8), (3, 6)))]
     repeated = [worker(share(tensor, (0, 8), (0, 6)))] * 3
@@ -41,7 +41,7 @@ def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_accepted(tensor: torch.T
         assert report.ok, str(report)
 
 
-def test_a_missing_a_wrong_and_a_repeated_part_are_refused(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_a_missing_a_wrong_and_a_repeated_part_are_refused(tensor, sent):
     half = worker(share(tensor, (0, 4), (0, 6)))
     other = worker(share(tensor + 1, (0, 8), (0, 6)))
     for loaded, reason in [
@@ -57,20 +57,18 @@ def test_a_missing_a_wrong_and_a_repeated_part_are_refused(tensor: torch.Tensor,
         assert reason in report.mismatched["w"]
 
 
-def test_every_place_of_a_tied_tensor_must_hold_it(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_every_place_of_a_tied_tensor_must_hold_it(tensor, sent):
     stale = share(tensor * 2, (0, 8), (0, 6), "lm_head.weight as packed")
     report = compare(sent=sent, loaded=[worker(share(tensor, (0, 8), (0, 6)), stale)])
     assert "lm_head.weight as packed" in report.mismatched["w"]
 
 
-def test_values_that_do_not_fit_the_transfer_dtype_are_refused(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_values_that_do_not_fit_the_transfer_dtype_are_refused(tensor, sent):
     inexact = {**share(tensor, (0, 8), (0, 6)), "exact": False}
     assert "do not fit" in compare(sent=sent, loaded=[worker(inexact)]).mismatched["w"]
 
 
-def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(
-    tensor: torch.Tensor, sent: dict[str, str]
-) -> None:
+def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(tensor, sent):
     whole = share(tensor, (0, 8), (0, 6))
     assert "new.bias" in str(compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]))
     assert not compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]).ok
@@ -78,13 +76,11 @@ def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(
     assert "was not sent" in compare(sent={}, loaded=[worker(whole)]).mismatched["w"]
 
 
-def test_a_probe_of_nothing_is_not_ok() -> None:
+def test_a_probe_of_nothing_is_not_ok():
     assert not compare(sent={}, loaded=[{"tensors": {}, "shapes": {}}]).ok
 
 
-def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(
-    tensor: torch.Tensor, sent: dict[str, str]
-) -> None:
+def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(tensor, sent):
     loaded = [worker(share(tensor, (0, 8), (0, 6)))]
     for dtype, tolerance in TOLERANCES.items():
         near, far = [-1.0 + tolerance.mean / 2] * 4, [-1.0 + tolerance.mean * 2] * 4
@@ -95,19 +91,19 @@ def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(
         assert verdicts == [True, False]
 
 
-def test_one_token_far_off_and_nan_fail() -> None:
+def test_one_token_far_off_and_nan_fail():
     trainer = [-2.0] * 100
     assert not compare_logprobs(trainer, [-2.0] * 99 + [-2.1], "float32").ok
     assert not compare_logprobs(trainer, [float("nan")] + [-2.0] * 99, "bfloat16").ok
     assert not compare_logprobs(trainer, [-2.0] * 99 + [float("-inf")], "bfloat16").ok
 
 
-def test_logprobs_of_different_texts_cannot_be_compared() -> None:
+def test_logprobs_of_different_texts_cannot_be_compared():
     with pytest.raises(ValueError, match="2 logprobs of the trainer with 1"):
         compare_logprobs([0.0, 0.0], [0.0], "float32")
 
 
-def test_the_message_names_the_tensors_and_keeps_its_length() -> None:
+def test_the_message_names_the_tensors_and_keeps_its_length():
     sent = {f"layer.{i}": "0" * 16 for i in range(100)}
     message = str(compare(sent=sent, loaded=[]))
     assert "layer.0" in message

@@ -1,7 +1,5 @@
 """Staging buffers, on plain torch modules that load as vLLM's layers do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -7,8 +7,6 @@ A changed curve is a changed result of training: commit it together with the rea
 rounding on each case, which determines the tolerance: shorter rows sum in another order.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -8,8 +8,6 @@ them exactly; transformers samples from it; rewards are the countdown environmen
 tokens noise is added, as an engine of another precision would, so that importance ratios are not 1 at the first step.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

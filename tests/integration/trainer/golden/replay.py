@@ -6,8 +6,6 @@ in order, on one rank in float32: what it loses, and how, depends on the algorit
 those that sampled, importance ratios leave 1, and clips and caps begin to bind.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
