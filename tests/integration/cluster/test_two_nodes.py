@@ -103,10 +103,9 @@ def look_around(config: TelescopeConfig, placement: Placement) -> tuple[list[dic
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize(
-    ("strategy", "workers", "on_each_node"),
-    [("PACK", 4, [4]), ("STRICT_PACK", 4, [4]), ("SPREAD", 2, [1, 1]), ("STRICT_SPREAD", 2, [1, 1])],
-)
+@pytest.mark.parametrize(("strategy", "workers", "on_each_node"), [
+    ("PACK", 4, [4]), ("STRICT_PACK", 4, [4]), ("SPREAD", 2, [1, 1]), ("STRICT_SPREAD", 2, [1, 1]),
+])  # fmt: skip
 async def test_each_strategy_places_the_workers_accordingly(two_nodes, role, strategy, workers, on_each_node):
     (opposite,) = {*ROLES} - {role}
     config = config_of(
@@ -164,25 +163,22 @@ async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(two_nodes):
     assert {len(pair) for pair in pairs} == {2}, "a node and a single GPU"
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"ray_trainer_placement_strategy": "STRICT_SPREAD", "trainer_num_workers": 3},
-            ['ray_trainer_placement_strategy is "STRICT_SPREAD"', "all 3 trainer bundles", "2 nodes", '"SPREAD"'],
-        ),
-        (
-            {"ray_inference_placement_strategy": "STRICT_PACK", "inference_num_workers": 5},
-            ['ray_inference_placement_strategy is "STRICT_PACK"', "2 nodes of 4 cores and 4 GPUs", '"PACK"'],
-        ),
-        ({"inference_num_workers": 8}, ["inference_num_workers is 8", "needs 10 GPUs", "cluster has 8", "to 6"]),
-        ({"ray_trainer_cpus_per_worker": 4.5}, ["ray_trainer_cpus_per_worker", "needs 9.2 CPU cores", "has 8"]),
-        (
-            {"inference_num_workers": 6, "inference_tensor_parallel_size": 6},
-            ["inference_tensor_parallel_size is 6", "largest node has 4 GPUs", "Lower"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    (
+        {"ray_trainer_placement_strategy": "STRICT_SPREAD", "trainer_num_workers": 3},
+        ['ray_trainer_placement_strategy is "STRICT_SPREAD"', "all 3 trainer bundles", "2 nodes", '"SPREAD"'],
+    ),
+    (
+        {"ray_inference_placement_strategy": "STRICT_PACK", "inference_num_workers": 5},
+        ['ray_inference_placement_strategy is "STRICT_PACK"', "2 nodes of 4 cores and 4 GPUs", '"PACK"'],
+    ),
+    ({"inference_num_workers": 8}, ["inference_num_workers is 8", "needs 10 GPUs", "cluster has 8", "to 6"]),
+    ({"ray_trainer_cpus_per_worker": 4.5}, ["ray_trainer_cpus_per_worker", "needs 9.2 CPU cores", "has 8"]),
+    (
+        {"inference_num_workers": 6, "inference_tensor_parallel_size": 6},
+        ["inference_tensor_parallel_size is 6", "largest node has 4 GPUs", "Lower"],
+    ),
+])  # fmt: skip
 async def test_a_placement_that_can_never_fit_is_refused_before_ray_is_called(two_nodes, fields, words):
     with pytest.raises(PlacementError) as refused:
         async with place(config_of(**fields), two_nodes):

@@ -253,10 +253,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_f
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [("", "HTTP 503: its engine has exited"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs")],
-)
+@pytest.mark.parametrize(("body", "words"), [
+    ("", "HTTP 503: its engine has exited"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs"),
+])  # fmt: skip
 def test_the_engines_own_error_is_the_reason_for_its_restart(config, tmp_path, monkeypatch, body, words):
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
     port = free_port()

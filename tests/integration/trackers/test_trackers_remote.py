@@ -266,17 +266,14 @@ def without_the_package(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(wandb_runs, "is_installed", lambda name: False)
 
 
-@pytest.mark.parametrize(
-    ("project", "what", "words"),
-    [
-        ("p", without_credentials, "wandb login"),
-        ("p", with_a_wrong_key, "refuses the API key"),
-        ("p", without_permission, "does not let you read"),
-        ("p", without_the_server, "cannot be reached"),
-        ("p", without_the_package, "pip install wandb"),
-        ("nothing", lambda *_: None, "has no project"),
-    ],
-)
+@pytest.mark.parametrize(("project", "what", "words"), [
+    ("p", without_credentials, "wandb login"),
+    ("p", with_a_wrong_key, "refuses the API key"),
+    ("p", without_permission, "does not let you read"),
+    ("p", without_the_server, "cannot be reached"),
+    ("p", without_the_package, "pip install wandb"),
+    ("nothing", lambda *_: None, "has no project"),
+])  # fmt: skip
 def test_what_cannot_be_listed_is_a_message(project, what, words, server, monkeypatch, capfd):
     server.add_run("p", stored_run("a"))
     what(server, monkeypatch)
@@ -391,10 +388,9 @@ def test_without_a_folder_of_runs_a_key_is_enough_to_open_the_dashboard(server, 
         ui.choose_places([], None)
 
 
-@pytest.mark.parametrize(
-    ("places", "mode", "asks"),
-    [([], "online", True), ([], "offline", False), ([], "disabled", False), (["runs"], "", False)],
-)
+@pytest.mark.parametrize(("places", "mode", "asks"), [
+    ([], "online", True), ([], "offline", False), ([], "disabled", False), (["runs"], "", False),
+])  # fmt: skip
 def test_wandb_is_asked_for_projects_unless_it_is_off_or_folders_are_named(
     places, mode, asks, server, tmp_path, monkeypatch, capsys
 ):

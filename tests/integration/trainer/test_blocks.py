@@ -24,20 +24,17 @@ def gradient_of(trainer, lengths):
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])
-@pytest.mark.parametrize(
-    ("recompute", "forwards"),
-    [
-        pytest.param({"gradient_checkpointing": False}, NUM_LAYERS, marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": True}, NUM_LAYERS, marks=pytest.mark.slow),
-        pytest.param(
-            {"gradient_checkpointing": True, "recompute_attention": True}, 2 * NUM_LAYERS, marks=pytest.mark.slow
-        ),
-        (
-            {"gradient_checkpointing": True, "recompute_attention": True, "gradient_checkpointing_layers": 1},
-            NUM_LAYERS + 1,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("recompute", "forwards"), [
+    pytest.param({"gradient_checkpointing": False}, NUM_LAYERS, marks=pytest.mark.slow),
+    pytest.param({"gradient_checkpointing": True}, NUM_LAYERS, marks=pytest.mark.slow),
+    pytest.param(
+        {"gradient_checkpointing": True, "recompute_attention": True}, 2 * NUM_LAYERS, marks=pytest.mark.slow
+    ),
+    (
+        {"gradient_checkpointing": True, "recompute_attention": True, "gradient_checkpointing_layers": 1},
+        NUM_LAYERS + 1,
+    ),
+])  # fmt: skip
 def test_attention_runs_once_unless_it_is_to_be_recomputed(one_rank, kernels, compile_blocks, recompute, forwards):
     lengths = [5, 31, 12, 7]
     with pytest.MonkeyPatch.context() as patch:

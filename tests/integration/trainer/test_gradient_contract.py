@@ -80,8 +80,7 @@ def same_for_any_packing(trainer: Trainer, samples: list[TrainSample], bound: fl
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"),
-    [("untied64", "float64"), ("untied", "float32"), ("tied", "float32"), ("experts", "float32")],
+    ("model", "dtype"), [("untied64", "float64"), ("untied", "float32"), ("tied", "float32"), ("experts", "float32")]
 )
 def test_gradient_does_not_depend_on_packing(one_rank, model, dtype):
     same_for_any_packing(one_rank(model, model_dtype=dtype), make_samples(LENGTHS), BOUNDS[dtype], max_examples=15)

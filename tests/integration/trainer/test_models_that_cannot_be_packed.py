@@ -31,23 +31,17 @@ def test_layers_of_which_the_engine_keeps_a_function_are_refused(tmp_path, archi
         packs(tmp_path, architecture, **({} if architecture == "mamba" else SMALL))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields"),
-    [
-        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}),
-        ("bloom", {"n_head": 4, "n_layer": 2}),
-        ("falcon", {}),
-        ("nemotron", {"num_key_value_heads": 2}),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "fields"), [
+    ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}),
+    ("bloom", {"n_head": 4, "n_layer": 2}), ("falcon", {}), ("nemotron", {"num_key_value_heads": 2}),
+])  # fmt: skip
 def test_convolutions_and_attention_that_cannot_be_replaced_keep_samples_apart(tmp_path, architecture, fields):
     assert not packs(tmp_path, architecture, **(SMALL | fields))
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi3", "olmo2", "mixtral", "granite"],
-)
+@pytest.mark.parametrize("architecture", [
+    "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi3", "olmo2", "mixtral", "granite",
+])  # fmt: skip
 def test_models_of_attention_alone_are_packed(tmp_path, architecture):
     assert packs(tmp_path, architecture, **SMALL, num_key_value_heads=2, pad_token_id=0)
 

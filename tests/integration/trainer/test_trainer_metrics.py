@@ -89,10 +89,9 @@ def test_mismatch_by_environment_counts_on_policy_samples_alone(one_rank):
     assert {key.split("/")[1] for key in metrics if key.startswith("environment/")} == {"countdown", "wordle", "other"}
 
 
-@pytest.mark.parametrize(
-    ("bucket", "ages"),
-    [("age_0", [0]), ("age_1", [1]), ("age_2", [2]), ("age_3_4", [3, 4]), ("age_9_up", range(9, 99))],
-)
+@pytest.mark.parametrize(("bucket", "ages"), [
+    ("age_0", [0]), ("age_1", [1]), ("age_2", [2]), ("age_3_4", [3, 4]), ("age_9_up", range(9, 99)),
+])  # fmt: skip
 def test_mismatch_by_age_counts_every_token_of_that_age(one_rank, bucket, ages):
     tokens, metrics = step(one_rank)
     mine = np.isin(tokens.age, list(ages))

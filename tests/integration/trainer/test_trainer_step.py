@@ -262,15 +262,12 @@ def test_a_custom_backend_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch
     sys.modules.pop("own_backend")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nothing", "is unknown"),
-        ("no_such_package.x:Y", "cannot be imported.*no_such_package.*PYTHONPATH"),
-        ("json:JSONDecodr", r"has no JSONDecodr.*Did you mean 'JSONDecoder'\?"),
-        ("json:JSONDecoder", "not a subclass of telescope.trainer.backends.TrainingBackend"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("nothing", "is unknown"),
+    ("no_such_package.x:Y", "cannot be imported.*no_such_package.*PYTHONPATH"),
+    ("json:JSONDecodr", r"has no JSONDecodr.*Did you mean 'JSONDecoder'\?"),
+    ("json:JSONDecoder", "not a subclass of telescope.trainer.backends.TrainingBackend"),
+])  # fmt: skip
 def test_an_unknown_backend_names_the_field_and_the_fix(name, words):
     with pytest.raises(ConfigError, match=f"train_backend.*{words}"):
         find_backend(name)

@@ -94,25 +94,22 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server, mode, buc
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("fault", "name", "rank"),
-    [
-        pytest.param("nothing", "", 0, marks=pytest.mark.slow),
-        ("skipped", f"{EXPERTS}.1.up_proj.weight", 1),
-        pytest.param("skipped", f"{EXPERTS}.3.down_proj.weight", 0, marks=pytest.mark.slow),
-        pytest.param("skipped", "model.layers.0.mlp.gate.weight", 1, marks=pytest.mark.slow),
-        pytest.param("skipped", "model.layers.1.mlp.down_proj.weight", 0, marks=pytest.mark.slow),
-        pytest.param("skipped", "model.layers.1.self_attn.k_norm.weight", 1, marks=pytest.mark.slow),
-        pytest.param("skipped", "model.embed_tokens.weight", 1, marks=pytest.mark.slow),
-        pytest.param("previous", f"{EXPERTS}.2.gate_proj.weight", 0, marks=pytest.mark.slow),
-        pytest.param("previous", "model.layers.1.self_attn.v_proj.weight", 1, marks=pytest.mark.slow),
-        ("swapped", f"{EXPERTS}.2.gate_proj.weight", 1),
-        pytest.param("swapped", f"{EXPERTS}.0.down_proj.weight", 0, marks=pytest.mark.slow),
-        pytest.param("swapped", "model.layers.0.self_attn.q_proj.weight", 0, marks=pytest.mark.slow),
-        pytest.param("swapped", "model.layers.1.mlp.gate_proj.weight", 0, marks=pytest.mark.slow),
-        ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, on the last worker
-    ],
-)
+@pytest.mark.parametrize(("fault", "name", "rank"), [
+    pytest.param("nothing", "", 0, marks=pytest.mark.slow),
+    ("skipped", f"{EXPERTS}.1.up_proj.weight", 1),
+    pytest.param("skipped", f"{EXPERTS}.3.down_proj.weight", 0, marks=pytest.mark.slow),
+    pytest.param("skipped", "model.layers.0.mlp.gate.weight", 1, marks=pytest.mark.slow),
+    pytest.param("skipped", "model.layers.1.mlp.down_proj.weight", 0, marks=pytest.mark.slow),
+    pytest.param("skipped", "model.layers.1.self_attn.k_norm.weight", 1, marks=pytest.mark.slow),
+    pytest.param("skipped", "model.embed_tokens.weight", 1, marks=pytest.mark.slow),
+    pytest.param("previous", f"{EXPERTS}.2.gate_proj.weight", 0, marks=pytest.mark.slow),
+    pytest.param("previous", "model.layers.1.self_attn.v_proj.weight", 1, marks=pytest.mark.slow),
+    ("swapped", f"{EXPERTS}.2.gate_proj.weight", 1),
+    pytest.param("swapped", f"{EXPERTS}.0.down_proj.weight", 0, marks=pytest.mark.slow),
+    pytest.param("swapped", "model.layers.0.self_attn.q_proj.weight", 0, marks=pytest.mark.slow),
+    pytest.param("swapped", "model.layers.1.mlp.gate_proj.weight", 0, marks=pytest.mark.slow),
+    ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, on the last worker
+])  # fmt: skip
 def test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it(server, fault, name, rank):
     corrupted = server.corrupted_sync(fault, name, rank % server.tensor_parallel)
     assert not corrupted.ok

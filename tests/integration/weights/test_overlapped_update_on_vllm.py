@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.integration.weights.vllm_server import (
-    PROBE_TOKENS,
-    Server,
-    disturb,
-    make_model,
-    model_logprobs,
-    serving,
-)
+from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, serving
 
 from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest
@@ -90,18 +83,15 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server):
     assert distance(logprobs(server), old) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        pytest.param("nothing", "", marks=pytest.mark.slow),
-        ("no swap", ""),
-        pytest.param("skipped", "model.layers.0.self_attn.k_proj.weight", marks=pytest.mark.slow),
-        ("skipped", "model.norm.weight"),
-        pytest.param("previous", "model.embed_tokens.weight", marks=pytest.mark.slow),
-        ("swapped", "model.layers.0.mlp.gate_proj.weight"),
-        pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("fault", "name"), [
+    pytest.param("nothing", "", marks=pytest.mark.slow),
+    ("no swap", ""),
+    pytest.param("skipped", "model.layers.0.self_attn.k_proj.weight", marks=pytest.mark.slow),
+    ("skipped", "model.norm.weight"),
+    pytest.param("previous", "model.embed_tokens.weight", marks=pytest.mark.slow),
+    ("swapped", "model.layers.0.mlp.gate_proj.weight"),
+    pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it(server, fault, name):
     corrupted = server.corrupted_sync(fault, name)
     assert not corrupted.ok

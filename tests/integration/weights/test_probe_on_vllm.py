@@ -7,14 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.fakes.client import metrics_of
-from tests.integration.weights.vllm_server import (
-    PROBE_TOKENS,
-    Server,
-    disturb,
-    make_model,
-    model_logprobs,
-    serving,
-)
+from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, serving
 
 from telescope.errors import InfrastructureError, RunError
 from telescope.inference.base import GenerateRequest
@@ -65,23 +58,20 @@ def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(serv
     server.verified_sync()
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        pytest.param("nothing", "", marks=pytest.mark.slow),
-        pytest.param("skipped", "model.layers.1.mlp.down_proj.weight", marks=pytest.mark.slow),
-        ("skipped", "model.layers.0.self_attn.k_proj.weight"),
-        pytest.param("skipped", "model.layers.0.self_attn.q_proj.bias", marks=pytest.mark.slow),
-        pytest.param("skipped", "model.norm.weight", marks=pytest.mark.slow),
-        pytest.param("skipped", "model.embed_tokens.weight", marks=pytest.mark.slow),
-        pytest.param("previous", "model.layers.0.self_attn.v_proj.weight", marks=pytest.mark.slow),
-        pytest.param("previous", "model.embed_tokens.weight", marks=pytest.mark.slow),
-        ("swapped", "model.layers.1.self_attn.q_proj.weight"),
-        pytest.param("swapped", "model.layers.0.mlp.gate_proj.weight", marks=pytest.mark.slow),
-        pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
-        ("bit", "model.layers.1.input_layernorm.weight"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "name"), [
+    pytest.param("nothing", "", marks=pytest.mark.slow),
+    pytest.param("skipped", "model.layers.1.mlp.down_proj.weight", marks=pytest.mark.slow),
+    ("skipped", "model.layers.0.self_attn.k_proj.weight"),
+    pytest.param("skipped", "model.layers.0.self_attn.q_proj.bias", marks=pytest.mark.slow),
+    pytest.param("skipped", "model.norm.weight", marks=pytest.mark.slow),
+    pytest.param("skipped", "model.embed_tokens.weight", marks=pytest.mark.slow),
+    pytest.param("previous", "model.layers.0.self_attn.v_proj.weight", marks=pytest.mark.slow),
+    pytest.param("previous", "model.embed_tokens.weight", marks=pytest.mark.slow),
+    ("swapped", "model.layers.1.self_attn.q_proj.weight"),
+    pytest.param("swapped", "model.layers.0.mlp.gate_proj.weight", marks=pytest.mark.slow),
+    pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
+    ("bit", "model.layers.1.input_layernorm.weight"),
+])  # fmt: skip
 def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it(server, fault, name):
     corrupted = server.corrupted_sync(fault, name)
     assert not corrupted.ok

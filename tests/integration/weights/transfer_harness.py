@@ -107,11 +107,7 @@ class Engines:
         self, engine: int, updates: list[UpdateInfo], *, devices: tuple[str, ...] = ("cpu",), fault: str = ""
     ) -> Peers:
         init = self.sender.listen(
-            engine,
-            num_workers=len(devices),
-            host="127.0.0.1",
-            backend=self.backend,
-            timeout_seconds=CONNECT_SECONDS,
+            engine, num_workers=len(devices), host="127.0.0.1", backend=self.backend, timeout_seconds=CONNECT_SECONDS
         )
         peers = Peers(init, updates, fault, list(devices))
         self.peers.append(peers)

@@ -32,15 +32,10 @@ def placed(servers: list[str], ranks: list[str]) -> Placement:
     return Placement(None, None, 1, 1, servers, ranks)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("servers", "ranks", "http", "broadcast"),
-    [
-        (["here", "here"], ["here"], True, True),
-        (["there", "there"], ["there"], False, True),
-        (["here"], ["there"], True, False),
-        (["here", "there"], ["here"], False, False),
-    ],
-)
+@pytest.mark.parametrize(("servers", "ranks", "http", "broadcast"), [
+    (["here", "here"], ["here"], True, True), (["there", "there"], ["there"], False, True),
+    (["here"], ["there"], True, False), (["here", "there"], ["here"], False, False),
+])  # fmt: skip
 def test_processes_on_one_node_connect_over_loopback(servers, ranks, http, broadcast):
     """Whatever else is in the cluster. The driver asks the servers; ranks and servers send each other weights."""
     assert network_of(config_of(), placed(servers, ranks), "here") == Network(http, broadcast)
@@ -57,10 +52,9 @@ def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(
     assert own_host(loopback=False) == "192.0.2.9"
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, "127.0.0.1"), ({"inference_host": "0.0.0.0"}, "0.0.0.0"), ({"inference_host": "10.0.0.7"}, "10.0.0.7")],
-)
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({}, "127.0.0.1"), ({"inference_host": "0.0.0.0"}, "0.0.0.0"), ({"inference_host": "10.0.0.7"}, "10.0.0.7"),
+])  # fmt: skip
 def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_host(fields, expected):
     assert bind_host(config_of(**fields), Network(True, False)) == expected
 

@@ -172,14 +172,11 @@ def test_without_a_cluster_one_is_started_here(fake_ray, tmp_path):
     assert fake_ray.calls[1]["include_dashboard"] is False
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"ray_address": "10.0.0.9:6379"}, ConnectionError("refused")),
-        ({"ray_address": "auto", "ray_auto_start_local": False}, ConnectionError("no cluster")),
-        ({"ray_address": "auto"}, RuntimeError("versions differ")),
-    ],
-)
+@pytest.mark.parametrize(("fields", "error"), [
+    ({"ray_address": "10.0.0.9:6379"}, ConnectionError("refused")),
+    ({"ray_address": "auto", "ray_auto_start_local": False}, ConnectionError("no cluster")),
+    ({"ray_address": "auto"}, RuntimeError("versions differ")),
+])  # fmt: skip
 def test_a_missing_cluster_that_was_requested_is_a_user_error(fields, error, fake_ray, tmp_path):
     fake_ray.errors = [error]
     with pytest.raises(UserError, match=r"ray_address: .* cannot be reached .*ray_auto_start_local"):
@@ -241,16 +238,13 @@ def test_a_joined_cluster_is_stopped_only_if_configured(started_here, asked, sto
     assert fake_ray.num_shutdowns == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (
-            Exception("The current node timed out during startup."),
-            "machine: The current node timed out during startup. ",
-        ),
-        (AssertionError(), "machine: AssertionError. "),
-    ],
-)
+@pytest.mark.parametrize(("error", "words"), [
+    (
+        Exception("The current node timed out during startup."),
+        "machine: The current node timed out during startup. ",
+    ),
+    (AssertionError(), "machine: AssertionError. "),
+])  # fmt: skip
 def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(fake_ray, monkeypatch, tmp_path, error, words):
     logs = tmp_path / "ray" / "session_1" / "logs"
     logs.mkdir(parents=True)

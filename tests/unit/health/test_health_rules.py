@@ -60,10 +60,7 @@ QUIET = {
     "answers that grow while evals rise": ({rules.LENGTH: [400.0] * 10}, (FALLEN, BEFORE)),
     "an eval within its intervals": ({rules.LENGTH: [400.0] * 10}, (BEFORE, NOISE)),
     "an eval that falls alone": ({}, (BEFORE, FALLEN)),
-    "two evals of which each has one result": (
-        {rules.LENGTH: [400.0] * 10},
-        (BEFORE, EvalPoint("aime", 59, 0.1)),
-    ),
+    "two evals of which each has one result": ({rules.LENGTH: [400.0] * 10}, (BEFORE, EvalPoint("aime", 59, 0.1))),
 }
 
 
@@ -134,10 +131,9 @@ def test_rules_read_only_the_metrics_that_are_kept_for_them():
     assert columns.read == rules.READ
 
 
-@pytest.mark.parametrize(
-    ("silence", "usual", "fires"),
-    [(900.0, 10.0, True), (310.0, 1.0, True), (290.0, 1.0, False), (900.0, 100.0, False), (900.0, None, False)],
-)
+@pytest.mark.parametrize(("silence", "usual", "fires"), [
+    (900.0, 10.0, True), (310.0, 1.0, True), (290.0, 1.0, False), (900.0, 100.0, False), (900.0, None, False),
+])  # fmt: skip
 def test_a_run_is_stalled_after_ten_usual_steps_and_five_minutes(silence, usual, fires):
     found = rules.stalled(silence, usual)
     assert (found is not None) == fires

@@ -73,14 +73,10 @@ def test_a_stall_brings_its_own_advice() -> None:
     assert "py-spy" in advice["text"] and "py-spy" not in stall["text"]
 
 
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
-        (State("failed", "out of memory"), "The run failed: out of memory"),
-        (State("dead"), "process of the run is gone"),
-        (State("live", seconds_since_step=900.0, step_seconds=10.0), "No step has ended for 15 min"),
-    ],
-)
+@pytest.mark.parametrize(("state", "text"), [
+    (State("failed", "out of memory"), "The run failed: out of memory"), (State("dead"), "process of the run is gone"),
+    (State("live", seconds_since_step=900.0, step_seconds=10.0), "No step has ended for 15 min"),
+])  # fmt: skip
 def test_the_end_of_a_run_and_a_stall_come_first(state: State, text: str) -> None:
     assert text in sentences({}, state)[0]["text"]
 
@@ -102,19 +98,16 @@ def test_a_ratio_is_one_sum_over_the_other() -> None:
     assert seen.mean("b / missing") is None
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([0.0, 1.0] * 10, "steady"),
-        (list(range(20)), "doubled, still rising"),
-        ([10.0 + 0.1 * n for n in range(100)], "up, still rising"),
-        ([0.6 - 0.01 * n for n in range(30)] + [0.25, 0.26] * 15, "halved, flat now"),
-        ([5.0, 5.1] * 20 + [4.0, 4.1] * 5, "down, still falling"),
-        ([1.0, 1.1] * 10 + [3.0, 3.1] * 5 + [2.5, 2.6] * 5, "doubled, falling now"),
-        ([1.0, 1.1] * 5 + [3.0, 3.1] * 10 + [1.0, 1.1] * 5, "falling"),
-        ([1.0], "too early"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ([0.0, 1.0] * 10, "steady"),
+    (list(range(20)), "doubled, still rising"),
+    ([10.0 + 0.1 * n for n in range(100)], "up, still rising"),
+    ([0.6 - 0.01 * n for n in range(30)] + [0.25, 0.26] * 15, "halved, flat now"),
+    ([5.0, 5.1] * 20 + [4.0, 4.1] * 5, "down, still falling"),
+    ([1.0, 1.1] * 10 + [3.0, 3.1] * 5 + [2.5, 2.6] * 5, "doubled, falling now"),
+    ([1.0, 1.1] * 5 + [3.0, 3.1] * 10 + [1.0, 1.1] * 5, "falling"),
+    ([1.0], "too early"),
+])  # fmt: skip
 def test_a_trend_is_that_of_the_run_and_whether_it_lasts(values: list[float], words: str) -> None:
     assert verdict.trend(History({"x": values}, range(len(values))), "x") == words
 

@@ -158,11 +158,9 @@ def test_outputs_without_logprobs_are_buffered_too() -> None:
     assert (out.new_token_ids, out.new_logprobs) == ([1, 2], None)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"finish_reason": 0}, {"prefill_stats": object()}, {"num_nans_in_logits": 3}],
-    ids=lambda f: next(iter(f)),
-)
+@pytest.mark.parametrize("fields", [
+    {"finish_reason": 0}, {"prefill_stats": object()}, {"num_nans_in_logits": 3},
+], ids=lambda f: next(iter(f)))  # fmt: skip
 def test_an_output_with_other_fields_is_not_buffered(fields: dict[str, Any]) -> None:
     assert carries_tokens_only(output("a", [1]))
     assert carries_tokens_only(output("a", [1], trace_headers={"traceparent": "00-1"}))

@@ -11,13 +11,7 @@ import pytest
 
 from telescope.inference.base import METRICS_ROUTE
 from telescope.inference.engine_metrics import parse
-from telescope.inference.vllm.step_meter import (
-    StepMeter,
-    StepMetricsMiddleware,
-    StepReading,
-    metrics_text,
-    read_meter,
-)
+from telescope.inference.vllm.step_meter import StepMeter, StepMetricsMiddleware, StepReading, metrics_text, read_meter
 
 
 class Clock:

@@ -123,18 +123,15 @@ def answer(num_tokens: int, spans: list[tuple[str, int, int]] | None, **choice: 
     return msgspec.json.encode({"choices": [{**base, "logprobs": {"content": content}, **choice}]})
 
 
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [
-        (b"<html>", "not a generate answer"),
-        (b'{"choices": []}', "not a generate answer"),
-        (answer(3, [("1", 0, 3)], logprobs=None), "0 logprobs for 3 tokens"),
-        (answer(3, [("1", 0, 3)], finish_reason="error"), "'error'"),
-        (answer(3, None), "does not report which weights"),
-        (answer(3, [("blue", 0, 3)]), "'blue'"),
-        (answer(3, [("1", 1, 3)]), "do not cover"),
-    ],
-)
+@pytest.mark.parametrize(("body", "complaint"), [
+    (b"<html>", "not a generate answer"),
+    (b'{"choices": []}', "not a generate answer"),
+    (answer(3, [("1", 0, 3)], logprobs=None), "0 logprobs for 3 tokens"),
+    (answer(3, [("1", 0, 3)], finish_reason="error"), "'error'"),
+    (answer(3, None), "does not report which weights"),
+    (answer(3, [("blue", 0, 3)]), "'blue'"),
+    (answer(3, [("1", 1, 3)]), "do not cover"),
+])  # fmt: skip
 def test_malformed_answers_are_failures_of_the_engine(body: bytes, complaint: str) -> None:
     with pytest.raises(InfrastructureError, match=complaint):
         parse_generate(body)

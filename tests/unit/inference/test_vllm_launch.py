@@ -257,18 +257,15 @@ def test_shape_of_a_nested_and_of_an_absent_model(tmp_path):
     assert shape_of("someone/some-model") is None
 
 
-@pytest.mark.parametrize(
-    ("log", "fix"),
-    [
-        ("OSError: [Errno 98] Address already in use", "inference_base_port"),
-        ("ValueError: No available memory for the cache blocks. Try", "gpu_memory_utilization"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "gpu_memory_utilization"),
-        ("huggingface_hub.errors.RepositoryNotFoundError: Repository Not Found for url", "model"),
-        ("ValueError: User-specified max_model_len (9999) is greater than the derived", "max_model_len"),
-        ("KeyError: 'invalid tool call parser: x", "vllm_tool_call_parser"),
-        ("please pass the argument `trust_remote_code=True`", "trust_remote_code"),
-    ],
-)
+@pytest.mark.parametrize(("log", "fix"), [
+    ("OSError: [Errno 98] Address already in use", "inference_base_port"),
+    ("ValueError: No available memory for the cache blocks. Try", "gpu_memory_utilization"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "gpu_memory_utilization"),
+    ("huggingface_hub.errors.RepositoryNotFoundError: Repository Not Found for url", "model"),
+    ("ValueError: User-specified max_model_len (9999) is greater than the derived", "max_model_len"),
+    ("KeyError: 'invalid tool call parser: x", "vllm_tool_call_parser"),
+    ("please pass the argument `trust_remote_code=True`", "trust_remote_code"),
+])  # fmt: skip
 def test_known_failures_name_the_field_to_change(log, fix):
     hint = hint_for(f"INFO something\n{log}\nmore")
     assert hint is not None
@@ -279,13 +276,10 @@ def test_an_unknown_failure_gets_no_invented_hint():
     assert hint_for("Segmentation fault") is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Initializing a V1 LLM engine (v0.26.0) with config: model='m', trust_remote_code=False, dtype=torch.bfloat16",
-        "Free memory on device (139.29/139.8 GiB) on startup. Desired GPU memory utilization is (0.85, 119.28 GiB).",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "Initializing a V1 LLM engine (v0.26.0) with config: model='m', trust_remote_code=False, dtype=torch.bfloat16",
+    "Free memory on device (139.29/139.8 GiB) on startup. Desired GPU memory utilization is (0.85, 119.28 GiB).",
+])  # fmt: skip
 def test_what_every_start_logs_explains_no_failure(line):
     assert hint_for(f"{line}\nSegmentation fault") is None
     full = "ValueError: Free memory on device cuda:0 (2/80 GiB) on startup is less than desired GPU memory utilization"

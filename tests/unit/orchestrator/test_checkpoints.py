@@ -12,14 +12,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import (
-    HF_META,
-    META,
-    STATE,
-    Checkpointer,
-    CheckpointFolder,
-    steps_to_remove,
-)
+from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder, steps_to_remove
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
 from telescope.orchestrator.status import RunStatus
@@ -194,10 +187,9 @@ async def test_the_state_is_read_back(tmp_path):
     assert saving.folder.load(1).path == checkpoint.path
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [(True, "holds no complete checkpoint"), (3, "step_3 does not exist. There is step_1, step_2")],
-)
+@pytest.mark.parametrize(("wanted", "message"), [
+    (True, "holds no complete checkpoint"), (3, "step_3 does not exist. There is step_1, step_2"),
+])  # fmt: skip
 async def test_a_missing_checkpoint_is_refused_with_those_that_exist(tmp_path, wanted, message):
     saving = Saving(tmp_path, checkpoint_every=1)
     if wanted is not True:

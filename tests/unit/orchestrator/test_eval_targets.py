@@ -72,14 +72,10 @@ def test_a_converted_checkpoint_is_the_checkpoint_and_another_model_is_not(run, 
     assert native.identity() == identities[0] != identities[1]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("./nowhere", "does not exist. Give a run directory"),
-        ("empty", "has no complete checkpoint and no model"),
-        (None, "eval needs a model"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("./nowhere", "does not exist. Give a run directory"), ("empty", "has no complete checkpoint and no model"),
+    (None, "eval needs a model"),
+])  # fmt: skip
 def test_what_is_no_model_is_refused(tmp_path, monkeypatch, source, message):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -135,18 +131,15 @@ def test_seeds_are_those_of_the_run_s_eval_of_the_same_name():
     assert eval_numbers(OF_THE_RUN, OF_THE_RUN) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--eval", "math50"], "math500"),
-        (["--eval", "countdown", "--step", "three"], "--step: 'three' is neither numbers of checkpoints"),
-        (["--eval", "countdown", "--num-samples", "0"], "0 samples evaluate nothing"),
-        (["--eval", "countdown", "--json", "no/where.json"], "--json: no is not a folder"),
-        (["--eval", "countdown", "--wandb-run-path", "me/run"], "wandb_run_path is 'me/run'"),
-        (["--eval", "countdown", "--learning_rate", "1"], "learning_rate (command line) is a field of training"),
-        (["--eval", "countdown", "--ray_inference_cpus_per_worker", "500"], "Lower inference_num_workers"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--eval", "math50"], "math500"),
+    (["--eval", "countdown", "--step", "three"], "--step: 'three' is neither numbers of checkpoints"),
+    (["--eval", "countdown", "--num-samples", "0"], "0 samples evaluate nothing"),
+    (["--eval", "countdown", "--json", "no/where.json"], "--json: no is not a folder"),
+    (["--eval", "countdown", "--wandb-run-path", "me/run"], "wandb_run_path is 'me/run'"),
+    (["--eval", "countdown", "--learning_rate", "1"], "learning_rate (command line) is a field of training"),
+    (["--eval", "countdown", "--ray_inference_cpus_per_worker", "500"], "Lower inference_num_workers"),
+])  # fmt: skip
 def test_bad_input_exits_with_2_and_names_the_fix(run, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(run.parent)
     assert main(["eval", "run/model", *arguments]) == 2

@@ -244,10 +244,9 @@ async def test_rewards_are_scaled_for_training_only_if_configured(scaled, monkey
     assert recorded == {0.0, 1.0}, "the record has the environment's rewards"
 
 
-@pytest.mark.parametrize(
-    ("reward", "low", "high", "expected"),
-    [(1.0, 0.0, 2.0, 0.5), (-1.0, -1.0, 1.0, 0.0), (3.0, None, 2.0, 3.0), (3.0, 1.0, 1.0, 3.0)],
-)
+@pytest.mark.parametrize(("reward", "low", "high", "expected"), [
+    (1.0, 0.0, 2.0, 0.5), (-1.0, -1.0, 1.0, 0.0), (3.0, None, 2.0, 3.0), (3.0, 1.0, 1.0, 3.0),
+])  # fmt: skip
 def test_rewards_are_put_on_the_scale_of_their_environment(reward, low, high, expected):
     assert normalized(reward, low, high) == expected
 

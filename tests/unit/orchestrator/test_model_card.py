@@ -95,15 +95,12 @@ def test_a_checkpoint_without_a_record_has_a_card_all_the_same(checkpoint, calls
     assert "## Reward" not in (alone / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (LocalTokenNotFoundError("no token"), UserError, "hf auth login"),
-        (HFValidationError("a//b is no name"), UserError, "a//b is no name"),
-        (OSError("no route to host"), RunError, "was not uploaded: no route to host. The model is in"),
-        (type("ConnectError", (Exception,), {})("no name"), RunError, "was not uploaded: no name. The model is in"),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "text"), [
+    (LocalTokenNotFoundError("no token"), UserError, "hf auth login"),
+    (HFValidationError("a//b is no name"), UserError, "a//b is no name"),
+    (OSError("no route to host"), RunError, "was not uploaded: no route to host. The model is in"),
+    (type("ConnectError", (Exception,), {})("no name"), RunError, "was not uploaded: no name. The model is in"),
+])  # fmt: skip
 def test_what_the_hub_refuses_is_an_error_with_the_fix(checkpoint, calls, monkeypatch, error, kind, text):
     def fail(*arguments: Any, **options: Any) -> None:
         raise error

@@ -100,18 +100,15 @@ def test_changed_fields_are_used_and_listed(resuming):
 COSINE = {"lr_scheduler": "cosine", "learning_rate": 1e-6}
 
 
-@pytest.mark.parametrize(
-    ("before", "changes", "rates"),
-    [
-        (COSINE | {"number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "8.54e-07")),
-        (COSINE | {"lr_scheduler": "linear", "number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "7.5e-07")),
-        (COSINE, {"warmup_steps": 4}, ("9.7e-07", "7.5e-07")),
-        (COSINE, {"min_lr_ratio": 0.5}, ("9.7e-07", "9.42e-07")),
-        ({}, {"learning_rate": 1e-3}, ("1e-06", "0.001")),
-        (COSINE, {"group_size": 3}, None),
-        ({}, {"number_of_steps": 20}, None),
-    ],
-)
+@pytest.mark.parametrize(("before", "changes", "rates"), [
+    (COSINE | {"number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "8.54e-07")),
+    (COSINE | {"lr_scheduler": "linear", "number_of_steps": 2}, {"number_of_steps": 8}, ("5e-07", "7.5e-07")),
+    (COSINE, {"warmup_steps": 4}, ("9.7e-07", "7.5e-07")),
+    (COSINE, {"min_lr_ratio": 0.5}, ("9.7e-07", "9.42e-07")),
+    ({}, {"learning_rate": 1e-3}, ("1e-06", "0.001")),
+    (COSINE, {"group_size": 3}, None),
+    ({}, {"number_of_steps": 20}, None),
+])  # fmt: skip
 def test_a_resume_that_changes_the_learning_rate_says_both_rates(resuming, before, changes, rates):
     meta = read_json(resuming.path / META)
     replace_json(resuming.path / META, {**meta, "config": resuming.config(**before).values})
@@ -122,21 +119,15 @@ def test_a_resume_that_changes_the_learning_rate_says_both_rates(resuming, befor
         assert f"The learning rate was {rates[0]} in step 2 and is {rates[1]} in step 3" in notes
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 7}, r"seed was 0 and is 7"),
-        ({"model_dtype": "bfloat16"}, r'model_dtype was "float32" and is "bfloat16"'),
-        ({"environments": [{"name": "b"}, {"name": "arithmetic"}]}, r'\(name\) was \["arithmetic"\] and is \["b", "a'),
-        (
-            {"environments": [{"name": "arithmetic", "weight": 2}]},
-            r"environments\[0\].weight was 1 and is 2",
-        ),
-        ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r"\[0\].kwargs.a was not set and is 1"),
-        ({"number_of_steps": 1}, r"number_of_steps is 1, and .*step_2 is after step 2"),
-        ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seed": 7}, r"seed was 0 and is 7"),
+    ({"model_dtype": "bfloat16"}, r'model_dtype was "float32" and is "bfloat16"'),
+    ({"environments": [{"name": "b"}, {"name": "arithmetic"}]}, r'\(name\) was \["arithmetic"\] and is \["b", "a'),
+    ({"environments": [{"name": "arithmetic", "weight": 2}]}, r"environments\[0\].weight was 1 and is 2"),
+    ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r"\[0\].kwargs.a was not set and is 1"),
+    ({"number_of_steps": 1}, r"number_of_steps is 1, and .*step_2 is after step 2"),
+    ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
+])  # fmt: skip
 def test_what_cannot_change_is_refused_with_both_values(resuming, changes, message):
     with pytest.raises(UserError, match=message):
         resuming.find(**changes)
@@ -188,37 +179,31 @@ def test_the_model_may_have_moved(resuming, tmp_path):
         resuming.find(model=str(moved))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "__0_0.distcp").unlink(), "incomplete: __0_0.distcp does not exist"),
-        (lambda path: (path / "__0_0.distcp").write_bytes(b"12"), "incomplete: __0_0.distcp has 2 of .* bytes"),
-        (lambda path: (path / ".metadata").unlink(), "incomplete: .metadata, the index of the shards, does not exist"),
-        (lambda path: (path / ".metadata").write_bytes(b"no"), "incomplete: .metadata.* cannot be read"),
-        (lambda path: (path / STATE).unlink(), f"incomplete: it has no {STATE}"),
-        (lambda path: (path / META).unlink(), "holds no complete checkpoint"),
-        (lambda path: replace_json(path / META, {**read_json(path / META), "layout": 9}), "layout 9.*reads layout 1"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda path: (path / "__0_0.distcp").unlink(), "incomplete: __0_0.distcp does not exist"),
+    (lambda path: (path / "__0_0.distcp").write_bytes(b"12"), "incomplete: __0_0.distcp has 2 of .* bytes"),
+    (lambda path: (path / ".metadata").unlink(), "incomplete: .metadata, the index of the shards, does not exist"),
+    (lambda path: (path / ".metadata").write_bytes(b"no"), "incomplete: .metadata.* cannot be read"),
+    (lambda path: (path / STATE).unlink(), f"incomplete: it has no {STATE}"),
+    (lambda path: (path / META).unlink(), "holds no complete checkpoint"),
+    (lambda path: replace_json(path / META, {**read_json(path / META), "layout": 9}), "layout 9.*reads layout 1"),
+])  # fmt: skip
 def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming, damage, message):
     damage(resuming.path)
     with pytest.raises(UserError, match=message):
         resuming.find()
 
 
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (range(120), r"arithmetic.items was 100 and is 120; arithmetic has other items, and item 100 .*first that"),
-        (
-            range(60),
-            r"arithmetic.items was 100 and is 60; arithmetic has other items, and item 60 .*first that differs",
-        ),
-        ([0, 2, 1, *range(3, 100)], r"data: arithmetic has the same items in another order, and item 1 .*counted from"),
-        (range(99, -1, -1), r"data: arithmetic has the same items in another order, and item 0 "),
-        ([*range(42), 700, *range(43, 100)], r"data: arithmetic has other items, and item 42 "),
-    ],
-)
+@pytest.mark.parametrize(("items", "message"), [
+    (range(120), r"arithmetic.items was 100 and is 120; arithmetic has other items, and item 100 .*first that"),
+    (
+        range(60),
+        r"arithmetic.items was 100 and is 60; arithmetic has other items, and item 60 .*first that differs",
+    ),
+    ([0, 2, 1, *range(3, 100)], r"data: arithmetic has the same items in another order, and item 1 .*counted from"),
+    (range(99, -1, -1), r"data: arithmetic has the same items in another order, and item 0 "),
+    ([*range(42), 700, *range(43, 100)], r"data: arithmetic has other items, and item 42 "),
+])  # fmt: skip
 def test_changed_data_is_refused_with_what_differs(resuming, items, message):
     checkpoint = resuming.find()
     assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
@@ -258,21 +243,18 @@ def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_d
     assert "seed" not in resumed.user_set, "it is the default, so that a rule may adjust it"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume", "{root}/nothing"], "there is no run, because the folder does not exist"),
-        (["--resume", "{root}/rum"], "Did you mean 'run'?"),
-        (["--resume", "{root}/run/checkpoints/step_2"], "run --resume_from_checkpoint 2"),
-        (["--resume", "{root}/run/checkpoints"], "it holds no config.yaml"),
-        (["--resume", "{root}/run", "--run_dir", "x"], "name two folders"),
-        (["--resume", "{root}/run", "--resume_from_checkpoint=false"], "resume_from_checkpoint is false"),
-        (["--resume", "{root}/run", "--resume_from_checkpoint=7"], "step_7 does not exist. There is step_2"),
-        (["--resume", "{root}/run", "--seed=7"], "seed was 0 and is 7"),
-        (["--resume", "{root}/run", "--checkpoint_keep_last=0"], "checkpoint_keep_last"),
-        (["--resume", "{root}/run", "--resume", "x"], "--resume is given twice"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--resume", "{root}/nothing"], "there is no run, because the folder does not exist"),
+    (["--resume", "{root}/rum"], "Did you mean 'run'?"),
+    (["--resume", "{root}/run/checkpoints/step_2"], "run --resume_from_checkpoint 2"),
+    (["--resume", "{root}/run/checkpoints"], "it holds no config.yaml"),
+    (["--resume", "{root}/run", "--run_dir", "x"], "name two folders"),
+    (["--resume", "{root}/run", "--resume_from_checkpoint=false"], "resume_from_checkpoint is false"),
+    (["--resume", "{root}/run", "--resume_from_checkpoint=7"], "step_7 does not exist. There is step_2"),
+    (["--resume", "{root}/run", "--seed=7"], "seed was 0 and is 7"),
+    (["--resume", "{root}/run", "--checkpoint_keep_last=0"], "checkpoint_keep_last"),
+    (["--resume", "{root}/run", "--resume", "x"], "--resume is given twice"),
+])  # fmt: skip
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_the_command_refuses_a_bad_resume_with_exit_code_2(resuming, flags, message, dry, tmp_path, capsys):
     config = {**resuming.config(environments=[{"name": "countdown"}]).values, "run_dir": None}
@@ -314,17 +296,14 @@ def test_a_run_that_was_killed_after_its_last_step_is_continued_to_its_end(resum
     assert note == "step_2 is after the last step: only the end of the run is left"
 
 
-@pytest.mark.parametrize(
-    ("summary", "flags", "finished"),
-    [
-        ({"status": "finished", "steps": 2}, ["--number_of_steps=2"], True),
-        ({"status": "finished", "steps": 2}, ["--number_of_steps=3"], False),
-        ({"status": "finished", "steps": 2}, ["--number_of_steps=2", "--resume_from_checkpoint=2"], False),
-        ({"status": "stopped", "steps": 2}, ["--number_of_steps=2"], False),
-        ({"status": "finished", "steps": None}, ["--number_of_steps=2"], False),
-        ([], ["--number_of_steps=2"], False),
-    ],
-)
+@pytest.mark.parametrize(("summary", "flags", "finished"), [
+    ({"status": "finished", "steps": 2}, ["--number_of_steps=2"], True),
+    ({"status": "finished", "steps": 2}, ["--number_of_steps=3"], False),
+    ({"status": "finished", "steps": 2}, ["--number_of_steps=2", "--resume_from_checkpoint=2"], False),
+    ({"status": "stopped", "steps": 2}, ["--number_of_steps=2"], False),
+    ({"status": "finished", "steps": None}, ["--number_of_steps=2"], False),
+    ([], ["--number_of_steps=2"], False),
+])  # fmt: skip
 def test_a_finished_run_is_left_alone_with_exit_code_0(resuming, summary, flags, finished):
     replace_json(resuming.run_dir / "run.json", {})
     replace_json(resuming.run_dir / "summary.json", summary)

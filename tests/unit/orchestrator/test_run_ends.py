@@ -37,14 +37,11 @@ class Ending:
         return self.folder.steps()
 
 
-@pytest.mark.parametrize(
-    ("version", "is_settled", "saved"),
-    [
-        pytest.param(3, True, [3], id="another component failed"),
-        pytest.param(3, False, [], id="a step failed, which some ranks may have taken"),
-        pytest.param(4, True, [], id="the weights were not sent"),
-    ],
-)
+@pytest.mark.parametrize(("version", "is_settled", "saved"), [
+    pytest.param(3, True, [3], id="another component failed"),
+    pytest.param(3, False, [], id="a step failed, which some ranks may have taken"),
+    pytest.param(4, True, [], id="the weights were not sent"),
+])  # fmt: skip
 async def test_after_an_error_a_checkpoint_is_written_if_the_ranks_have_the_weights_of_the_last_step(
     tmp_path, version, is_settled, saved
 ):

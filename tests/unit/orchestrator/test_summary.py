@@ -45,14 +45,10 @@ def test_a_continued_run_says_which_steps_its_seconds_are_of() -> None:
     assert replace(summary_of(), steps=16).sentence == "finished 16 steps, the last 2 in 12 s"
 
 
-@pytest.mark.parametrize(
-    ("status", "sentence"),
-    [
-        ("finished", "finished 1 step in 12 s"),
-        ("stopped", "stopped after 1 step, as requested"),
-        ("failed", "failed after 1 step"),
-    ],
-)
+@pytest.mark.parametrize(("status", "sentence"), [
+    ("finished", "finished 1 step in 12 s"), ("stopped", "stopped after 1 step, as requested"),
+    ("failed", "failed after 1 step"),
+])  # fmt: skip
 def test_one_step_is_one_step(status: Any, sentence: str) -> None:
     assert replace(summary_of(), status=status, steps=1).sentence == sentence
 
@@ -99,16 +95,13 @@ def test_what_was_not_measured_is_null() -> None:
     assert summary_of(training_seconds=None).training_seconds is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "error"),
-    [
-        ({"error": ValueError("a bug")}, "failed", "ValueError: a bug"),
-        ({"error": ValueError("\x1b[36ma dump\x1b[39m\n" + "of many lines\n" * 200)}, "failed", "ValueError: a dump"),
-        ({"error": Interrupted("stopped by a signal"), "interrupted": True}, "stopped", None),
-        ({"interrupted": True}, "stopped", None),
-        ({"error": asyncio.CancelledError()}, "stopped", None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "status", "error"), [
+    ({"error": ValueError("a bug")}, "failed", "ValueError: a bug"),
+    ({"error": ValueError("\x1b[36ma dump\x1b[39m\n" + "of many lines\n" * 200)}, "failed", "ValueError: a dump"),
+    ({"error": Interrupted("stopped by a signal"), "interrupted": True}, "stopped", None),
+    ({"interrupted": True}, "stopped", None),
+    ({"error": asyncio.CancelledError()}, "stopped", None),
+])  # fmt: skip
 def test_the_summary_has_one_word_for_the_end_of_a_run(changes: dict[str, Any], status: str, error: str | None) -> None:
     summary = summary_of(**changes)
     assert (summary.status, summary.error) == (status, error)

@@ -48,8 +48,7 @@ def versions_of(state: RunState) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("sampled", "labels"),
-    [([2, 3, 4], [2, 3, 4]), ([4, 5, 6], [4, 3, 2]), ([6, 8], [2, 0]), ([3, 5], [3, 3])],
+    ("sampled", "labels"), [([2, 3, 4], [2, 3, 4]), ([4, 5, 6], [4, 3, 2]), ([6, 8], [2, 0]), ([3, 5], [3, 3])]
 )
 def test_tokens_of_lost_versions_are_as_old_as_the_steps_between_their_weights_and_the_checkpoints(sampled, labels):
     state = after_restart(RunState(step=4), lost_at(8, sampled_by(1, *sampled)), ANY_AGE, synchronous=False)
@@ -255,14 +254,11 @@ async def test_without_a_complete_checkpoint_the_run_starts_over_with_the_first_
     assert bench.calls == ["replace", "setup", "sync"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "restarts", "fix"),
-    [
-        ({"checkpoint_every": 0}, 0, "set checkpoint_every"),
-        ({"trainer_max_restarts": 0}, 0, "trainer_max_restarts is 0: raise it"),
-        ({}, 2, r"restarted 2 times already \(trainer_max_restarts\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "restarts", "fix"), [
+    ({"checkpoint_every": 0}, 0, "set checkpoint_every"),
+    ({"trainer_max_restarts": 0}, 0, "trainer_max_restarts is 0: raise it"),
+    ({}, 2, r"restarted 2 times already \(trainer_max_restarts\)"),
+])  # fmt: skip
 async def test_a_rank_that_cannot_restart_or_is_lost_again_and_again_ends_the_run_with_the_field(
     tmp_path, changes, restarts, fix
 ):

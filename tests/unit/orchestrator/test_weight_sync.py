@@ -6,12 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.orchestrator.weight_sync_bench import (
-    BACKGROUND_STAGES,
-    STAGES,
-    Bench,
-    FakeClient,
-)
+from tests.unit.orchestrator.weight_sync_bench import BACKGROUND_STAGES, STAGES, Bench, FakeClient
 
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.run_components import record_sync

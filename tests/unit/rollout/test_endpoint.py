@@ -227,14 +227,10 @@ async def test_a_stream_ends_in_what_the_whole_response_says(policy, ask, answer
     assert await asked(True) == await asked(False)
 
 
-@pytest.mark.parametrize(
-    ("route", "whole", "event"),
-    [
-        ("chat/completions", ChatCompletion, ChatCompletionChunk),
-        ("responses", Response, ResponseStreamEvent),
-        ("messages", Message, anthropic.types.RawMessageStreamEvent),
-    ],
-)
+@pytest.mark.parametrize(("route", "whole", "event"), [
+    ("chat/completions", ChatCompletion, ChatCompletionChunk), ("responses", Response, ResponseStreamEvent),
+    ("messages", Message, anthropic.types.RawMessageStreamEvent),
+])  # fmt: skip
 async def test_bodies_are_valid_by_the_types_of_the_sdks(policy, route, whole, event):
     tool = {**response_tool(), "function": {"name": "weather"}, "type": "custom" if route == "messages" else "function"}
     body = {"messages": [USER], "input": "Hi", "tools": [tool], "logprobs": True}
@@ -374,14 +370,11 @@ async def test_half_a_surrogate_pair_comes_back_as_it_was_sampled(policy):
     assert policy.calls[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"text": "\ud800"}
 
 
-@pytest.mark.parametrize(
-    ("raised", "status", "code"),
-    [
-        (RefusedCall("This model's maximum context length is 8 tokens."), 400, "context_length_exceeded"),
-        (InfrastructureError("engine 10.0.0.3 is gone"), 503, "unavailable"),
-        (RuntimeError("secret"), 500, "internal_error"),
-    ],
-)
+@pytest.mark.parametrize(("raised", "status", "code"), [
+    (RefusedCall("This model's maximum context length is 8 tokens."), 400, "context_length_exceeded"),
+    (InfrastructureError("engine 10.0.0.3 is gone"), 503, "unavailable"),
+    (RuntimeError("secret"), 500, "internal_error"),
+])  # fmt: skip
 async def test_failures_of_the_policy_reach_both_sdks(policy, raised, status, code, monkeypatch):
     policy.answer = raised
     with pytest.raises(openai.APIStatusError) as caught:

@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.rollout.fakes import (
-    Bench,
-    FakeEngine,
-    FakeEnvironments,
-    FakeLanes,
-    generation,
-    reward,
-    task,
-    tick,
-)
+from tests.unit.rollout.fakes import Bench, FakeEngine, FakeEnvironments, FakeLanes, generation, reward, task, tick
 from tests.unit.rollout.fakes import settings as sample_settings
 
 from telescope.config import TelescopeConfig
@@ -200,8 +191,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
     bench = Bench(
-        FakeEngine([generation([7]), DEAD, generation([9])]),
-        FakeEnvironments([Advance(False, [20], "first", None)]),
+        FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance(False, [20], "first", None)])
     )
     sample = await bench.run(turns=True)
     assert [len(request.prompt_token_ids) for request in bench.engine.requests] == [3, 5, 5]

@@ -327,15 +327,12 @@ def test_a_file_is_right_where_the_class_would_lose_text(base, name, folders, tm
     assert theirs.decode(theirs.encode(text, add_special_tokens=False)) != text
 
 
-@pytest.mark.parametrize(
-    ("base", "config", "files"),
-    [
-        ("pieces", {"tokenizer_class": "GemmaTokenizer"}, {}),
-        ("demo", {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"0": NEW}}, {}),
-        ("demo", {"tokenizer_class": "CodeGenTokenizer"}, {}),
-        ("demo", {}, {"added_tokens.json": '{"[new]": 9999}'}),
-    ],
-)
+@pytest.mark.parametrize(("base", "config", "files"), [
+    ("pieces", {"tokenizer_class": "GemmaTokenizer"}, {}),
+    ("demo", {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"0": NEW}}, {}),
+    ("demo", {"tokenizer_class": "CodeGenTokenizer"}, {}),
+    ("demo", {}, {"added_tokens.json": '{"[new]": 9999}'}),
+])  # fmt: skip
 def test_a_tokenizer_that_transformers_builds_in_its_own_way_is_left_to_it(base, config, files, folders, tmp_path):
     folder = written(tmp_path, (folders[base] / "tokenizer.json").read_text(), **config)
     for name, content in files.items():

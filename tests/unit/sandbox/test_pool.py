@@ -266,18 +266,10 @@ async def test_one_that_waits_hears_of_the_end(service):
         await asyncio.wait_for(waiting, 5)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"cpu": float("inf")},
-        {"memory_mb": 0},
-        {"timeout_seconds": float("nan")},
-        {"environment_vars": {"A=B": "x"}},
-        {"environment_vars": {"A": "x\0y"}},
-        {"environment_vars": {"": "x"}},
-        {"docker_image": "debian"},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"cpu": float("inf")}, {"memory_mb": 0}, {"timeout_seconds": float("nan")}, {"environment_vars": {"A=B": "x"}},
+    {"environment_vars": {"A": "x\0y"}}, {"environment_vars": {"": "x"}}, {"docker_image": "debian"},
+])  # fmt: skip
 def test_what_no_sandbox_can_have_is_refused(values):
     with pytest.raises(UserError, match=next(iter(values))):
         SandboxConfig(**values)

@@ -243,17 +243,14 @@ async def test_container_is_locked_down(trial, docker, name):
 
 
 @pytest.mark.parametrize("name", ["docker"])
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", SandboxSetupError),
-        ("permission denied while trying to connect to the docker API", SandboxSetupError),
-        ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
-        ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
-        ("toomanyrequests: You have reached your pull rate limit", SandboxBusyError),
-        ("something else", SandboxError),
-    ],
-)
+@pytest.mark.parametrize(("message", "expected"), [
+    ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", SandboxSetupError),
+    ("permission denied while trying to connect to the docker API", SandboxSetupError),
+    ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
+    ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
+    ("toomanyrequests: You have reached your pull rate limit", SandboxBusyError),
+    ("something else", SandboxError),
+])  # fmt: skip
 async def test_failure_of_docker_becomes_ours(trial, docker, name, message, expected):
     (docker / "failure").write_text(message)
     with pytest.raises((SandboxError, SandboxSetupError)) as found:

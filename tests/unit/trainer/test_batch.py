@@ -16,16 +16,13 @@ def test_neighbors_get_the_same_rows_and_one_of_them_reports():
     assert [layout.reports for layout in layouts] == [True, False] * 3
 
 
-@pytest.mark.parametrize(
-    ("rank", "change", "words"),
-    [
-        (1, {"data_size": 3}, "data_size differs"),
-        (3, {"data_rank": 2}, "data_rank is not in"),
-        (2, {"reports": False}, "one rank must report"),
-        (1, {"reports": True}, "one rank must report"),
-        (0, {"sends_weights": False}, "rank 0 does not send"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "change", "words"), [
+    (1, {"data_size": 3}, "data_size differs"),
+    (3, {"data_rank": 2}, "data_rank is not in"),
+    (2, {"reports": False}, "one rank must report"),
+    (1, {"reports": True}, "one rank must report"),
+    (0, {"sends_weights": False}, "rank 0 does not send"),
+])  # fmt: skip
 def test_a_layout_that_would_lose_rows_or_weights_is_refused(rank, change, words):
     layouts = [Layout.of_neighbors(rank, 4, 2) for rank in range(4)]
     layouts[rank] = dataclasses.replace(layouts[rank], **change)

@@ -142,21 +142,18 @@ def test_merged_sums_keep_float32_precision_for_confident_tokens():
     )
 
 
-@pytest.mark.parametrize(
-    ("hidden", "weight", "fits"),
-    [
-        (torch.empty(5, 128).bfloat16(), torch.empty(7, 128).bfloat16(), True),
-        (torch.empty(5, 64).half(), torch.empty(7, 64).half(), True),
-        (torch.empty(0, 64).half(), torch.empty(7, 64).half(), True),
-        (torch.empty(5, 64), torch.empty(7, 64), False),
-        (torch.empty(5, 64).double(), torch.empty(7, 64).double(), False),
-        (torch.empty(5, 64).half(), torch.empty(7, 64).bfloat16(), False),
-        (torch.empty(5, 96).half(), torch.empty(7, 96).half(), False),
-        (torch.empty(5, 128).half()[:, :64], torch.empty(7, 64).half(), False),
-        (torch.empty(5, 64).half(), torch.empty(64, 7).half().t(), False),
-        (torch.empty(5 * 64 + 1).half()[1:].view(5, 64), torch.empty(7, 64).half(), False),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "weight", "fits"), [
+    (torch.empty(5, 128).bfloat16(), torch.empty(7, 128).bfloat16(), True),
+    (torch.empty(5, 64).half(), torch.empty(7, 64).half(), True),
+    (torch.empty(0, 64).half(), torch.empty(7, 64).half(), True),
+    (torch.empty(5, 64), torch.empty(7, 64), False),
+    (torch.empty(5, 64).double(), torch.empty(7, 64).double(), False),
+    (torch.empty(5, 64).half(), torch.empty(7, 64).bfloat16(), False),
+    (torch.empty(5, 96).half(), torch.empty(7, 96).half(), False),
+    (torch.empty(5, 128).half()[:, :64], torch.empty(7, 64).half(), False),
+    (torch.empty(5, 64).half(), torch.empty(64, 7).half().t(), False),
+    (torch.empty(5 * 64 + 1).half()[1:].view(5, 64), torch.empty(7, 64).half(), False),
+])  # fmt: skip
 def test_tiles_take_aligned_16_bit_operands_of_a_width_that_they_divide(hidden, weight, fits):
     assert logprob._can_be_tiled(hidden, weight) == fits
 

@@ -76,13 +76,10 @@ def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path, read):
 
 
 @READERS
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (None, f"its weight files lack tensors: {QUERY}"),
-        (torch.zeros(16, 40), rf"{QUERY} with \[16, 40\] instead of \[16, 48\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "problem"), [
+    (None, f"its weight files lack tensors: {QUERY}"),
+    (torch.zeros(16, 40), rf"{QUERY} with \[16, 40\] instead of \[16, 48\]"),
+])  # fmt: skip
 def test_a_tensor_that_is_missing_or_of_another_size_is_refused(folder, read, change, problem):
     change_tensors(folder, **{QUERY: change})
     with pytest.raises(UserError, match=problem):
@@ -98,18 +95,15 @@ def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder, read):
         read(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (T5Config(architectures=["T5ForConditionalGeneration"]), "is of type t5, which is no causal language model"),
-        (BertConfig(architectures=["BertForMaskedLM"]), "instead of BertLMHeadModel, so that vLLM does not load it"),
-        (Qwen2Config(architectures=None), r"has architectures \[\] in config.json instead of Qwen2ForCausalLM"),
-        (
-            {"model_type": "unheard_of"},
-            "cannot be loaded: ValueError: The checkpoint you are trying to load has model type",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "problem"), [
+    (T5Config(architectures=["T5ForConditionalGeneration"]), "is of type t5, which is no causal language model"),
+    (BertConfig(architectures=["BertForMaskedLM"]), "instead of BertLMHeadModel, so that vLLM does not load it"),
+    (Qwen2Config(architectures=None), r"has architectures \[\] in config.json instead of Qwen2ForCausalLM"),
+    (
+        {"model_type": "unheard_of"},
+        "cannot be loaded: ValueError: The checkpoint you are trying to load has model type",
+    ),
+])  # fmt: skip
 def test_an_architecture_that_is_no_language_model_is_refused(tmp_path, config, problem):
     values = config if isinstance(config, dict) else config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -117,17 +111,14 @@ def test_an_architecture_that_is_no_language_model_is_refused(tmp_path, config, 
         load_causal_lm(str(tmp_path), torch.float32, with_weights=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"num_attention_heads": 0}, "ZeroDivisionError"),
-        ({"hidden_size": "many"}, "hidden_size"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers"),
-        ({"vocab_size": -3}, "RuntimeError"),
-        ({"attn_implementation": "flash_attention_2"}, ""),
-        ({"model_type": ["x"]}, "cannot be loaded: TypeError: unhashable type"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"hidden_size": "many"}, "hidden_size"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    ({"vocab_size": -3}, "RuntimeError"),
+    ({"attn_implementation": "flash_attention_2"}, ""),
+    ({"model_type": ["x"]}, "cannot be loaded: TypeError: unhashable type"),
+])  # fmt: skip
 def test_values_that_no_model_can_have_are_refused_in_one_line(tmp_path, changes, problem):
     write_model_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))

@@ -83,15 +83,10 @@ def test_padded_calls_hold_every_segment_once_and_waste_little(lengths):
         assert longest <= 64 or all(lengths[i] >= 0.75 * longest for i in members)
 
 
-@pytest.mark.parametrize(
-    ("option", "kernel", "named"),
-    [
-        ({"softcap": 30.0}, "varlen", "softcap"),
-        ({"s_aux": torch.zeros(4)}, "flash_attn", "s_aux"),
-        ({"position_bias": torch.zeros(3, 3)}, "padded", "position_bias"),
-        ({"is_causal": False}, "padded", "is_causal"),
-    ],
-)
+@pytest.mark.parametrize(("option", "kernel", "named"), [
+    ({"softcap": 30.0}, "varlen", "softcap"), ({"s_aux": torch.zeros(4)}, "flash_attn", "s_aux"),
+    ({"position_bias": torch.zeros(3, 3)}, "padded", "position_bias"), ({"is_causal": False}, "padded", "is_causal"),
+])  # fmt: skip
 def test_what_a_kernel_does_not_know_is_refused_and_never_ignored(option, kernel, named):
     q, k, v, layout = make([3])
     layout.kernel = kernel

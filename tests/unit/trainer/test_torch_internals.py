@@ -27,10 +27,9 @@ def test_a_copy_is_complete_in_shared_memory_and_its_memory_is_kept():
     assert second["model"]["weight"].data_ptr() == address
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [("unable to allocate shared memory(shm) for file </torch_1>", OSError), ("shapes differ", RuntimeError)],
-)
+@pytest.mark.parametrize(("message", "expected"), [
+    ("unable to allocate shared memory(shm) for file </torch_1>", OSError), ("shapes differ", RuntimeError),
+])  # fmt: skip
 def test_only_missing_memory_is_reported_as_such(monkeypatch, message, expected):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(message)

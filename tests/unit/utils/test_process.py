@@ -9,16 +9,10 @@ import pytest
 from telescope.utils.process import describe_exit, in_daemon_thread
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (0, "ended with exit code 0"),
-        (3, "ended with exit code 3"),
-        (-9, "was killed by SIGKILL"),
-        (-11, "was killed by SIGSEGV"),
-        (-40, "was killed by signal 40"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    (0, "ended with exit code 0"), (3, "ended with exit code 3"), (-9, "was killed by SIGKILL"),
+    (-11, "was killed by SIGSEGV"), (-40, "was killed by signal 40"),
+])  # fmt: skip
 def test_an_exit_code_names_the_signal(code: int, words: str) -> None:
     assert describe_exit(code) == words
 

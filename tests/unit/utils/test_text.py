@@ -12,12 +12,7 @@ FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("learning_rat", "learning_rate"),
-        ("warmup", "warmup_steps"),
-        ("LEARNING-RATE", FIELDS[0]),
-    ],
+    ("typed", "meant"), [("learning_rat", "learning_rate"), ("warmup", "warmup_steps"), ("LEARNING-RATE", FIELDS[0])]
 )
 def test_a_mistyped_name_leads_to_the_nearest_known_one(typed: str, meant: str) -> None:
     assert nearest_name(typed, FIELDS) == meant
@@ -56,21 +51,18 @@ def test_no_other_module_compares_spellings() -> None:
     assert users == ["utils/text.py"]
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("ValueError: a bug", "ValueError: a bug"),
-        ("", ""),
-        ("\n  \n  first\nsecond", "first"),
-        ("\x1b[36mray::InferenceActor.start()\x1b[39m (pid=1)\n  File", "ray::InferenceActor.start() (pid=1)"),
-        ("\x1b]0;title\x07a\tb\x00\r\nc", "a b"),
-        ("\x1b]0;a title without an end\nValueError: a bug", "ValueError: a bug"),
-        ("\x9b31mred\x9b0m \x9d0;title\x9cand\x90 plain", "red and plain"),
-        ("\u202efdp.exe\u2066", "fdp.exe"),
-        ("x" * LONGEST, "x" * LONGEST),
-        ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line"), [
+    ("ValueError: a bug", "ValueError: a bug"),
+    ("", ""),
+    ("\n  \n  first\nsecond", "first"),
+    ("\x1b[36mray::InferenceActor.start()\x1b[39m (pid=1)\n  File", "ray::InferenceActor.start() (pid=1)"),
+    ("\x1b]0;title\x07a\tb\x00\r\nc", "a b"),
+    ("\x1b]0;a title without an end\nValueError: a bug", "ValueError: a bug"),
+    ("\x9b31mred\x9b0m \x9d0;title\x9cand\x90 plain", "red and plain"),
+    ("\u202efdp.exe\u2066", "fdp.exe"),
+    ("x" * LONGEST, "x" * LONGEST),
+    ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
+])  # fmt: skip
 def test_the_first_visible_line_is_kept_plain_and_short(text: str, line: str) -> None:
     assert single_line(text) == line
 

@@ -52,24 +52,19 @@ def test_an_update_survives_json_and_keeps_its_digest():
     assert plan_buckets(again) == plan_buckets(update)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"version": 2}, {"dtype": "bfloat16"}, {"mode": "per_tensor"}, {"bucket_bytes": 9}, {"shapes": [[4, 3], [5]]}],
-)
+@pytest.mark.parametrize("change", [
+    {"version": 2}, {"dtype": "bfloat16"}, {"mode": "per_tensor"}, {"bucket_bytes": 9}, {"shapes": [[4, 3], [5]]},
+])  # fmt: skip
 def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change):
     update = update_of([(3, 4), (5,)])
     assert UpdateInfo(**{**update.to_dict(), **change}).digest != update.digest  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dtype": "int8"}, "cannot be sent as 'int8'"),
-        ({"names": ["a", "a"], "shapes": [[1], [1]]}, "duplicate tensor names"),
-        ({"names": ["a"], "shapes": []}, "1 names but 0 shapes"),
-        ({"bucket_bytes": 0}, "must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"dtype": "int8"}, "cannot be sent as 'int8'"),
+    ({"names": ["a", "a"], "shapes": [[1], [1]]}, "duplicate tensor names"),
+    ({"names": ["a"], "shapes": []}, "1 names but 0 shapes"), ({"bucket_bytes": 0}, "must be positive"),
+])  # fmt: skip
 def test_an_impossible_update_is_refused(fields, message):
     good = update_of([(2,)]).to_dict()
     with pytest.raises(ValueError, match=message):
