@@ -42,11 +42,9 @@ class FakeEngineApp:
         self._writer = AnswerWriter(settings)
         self._worker = worker
         self._routes: dict[tuple[str, str], Callable[..., Any]] = {
-            ("POST", wire.PAUSE_ROUTE): self._pause,
-            ("POST", wire.RESUME_ROUTE): self._resume,
+            ("POST", wire.PAUSE_ROUTE): self._pause, ("POST", wire.RESUME_ROUTE): self._resume,
             ("GET", wire.IS_PAUSED_ROUTE): lambda *_: (200, {"is_paused": self.engine.paused}),
-            ("POST", wire.ABORT_ROUTE): self._abort,
-            ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
+            ("POST", wire.ABORT_ROUTE): self._abort, ("GET", HEALTH_ROUTE): lambda *_: (200, {}),
             ("GET", METRICS_ROUTE): self._metrics,
             ("GET", "/version"): lambda *_: (200, {"version": settings.vllm_version}),
             ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
@@ -54,7 +52,7 @@ class FakeEngineApp:
             ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
             ("POST", wire.FINISH_UPDATE_ROUTE): self._finish_update,
             ("POST", wire.COLLECTIVE_RPC_ROUTE): self._collective_rpc,
-        }
+        }  # fmt: skip
 
     @property
     def state(self) -> SimpleNamespace:
@@ -124,13 +122,9 @@ class FakeEngineApp:
                 await _send_json(send, 200, self._prompt_answer(prompt))
                 return
             request = self.engine.submit(
-                body["request_id"],
-                prompt,
-                sampling.get("max_tokens", settings.max_model_len),
-                sampling.get("seed"),
-                body.get("priority", 0),
-                body.get("cache_salt"),
-            )
+                body["request_id"], prompt, sampling.get("max_tokens", settings.max_model_len), sampling.get("seed"),
+                body.get("priority", 0), body.get("cache_salt"),
+            )  # fmt: skip
             left.add_done_callback(lambda _: self.engine.abort([request.request_id]))
             reason = await request.done
             await answer_json(200, self._writer.write(request, reason), send)

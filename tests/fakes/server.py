@@ -69,16 +69,10 @@ class FakeEngineServer:
         note_spans = not reports_version_spans(parse_version(self.settings.vllm_version))
         versioned = PolicyVersionMiddleware(self.app, note_spans=note_spans)
         config = uvicorn.Config(
-            _with_app(self.app, RunSecretMiddleware(BinaryResponseMiddleware(versioned), self.secret)),
-            host=self.host,
-            port=self.port,
-            lifespan="off",
-            access_log=False,
-            log_level="warning",
-            backlog=8192,
-            timeout_keep_alive=600,
-            timeout_graceful_shutdown=1,
-        )
+            _with_app(self.app, RunSecretMiddleware(BinaryResponseMiddleware(versioned), self.secret)), host=self.host,
+            port=self.port, lifespan="off", access_log=False, log_level="warning", backlog=8192,
+            timeout_keep_alive=600, timeout_graceful_shutdown=1,
+        )  # fmt: skip
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(), name="fake-engine-server")
         while not self._server.started:

@@ -346,12 +346,10 @@ async def test_what_a_worker_does_with_sandboxes_is_recorded(ground, tmp_path, m
         most_alive = max(most_alive, row["value"] if row["name"] == "sandboxes_alive" else 0.0)
     assert most_alive >= 2.0
     assert last == {
-        ("sandboxes_alive", "local", None, None): 0.0,
-        ("sandboxes_alive", "unobtainable", None, None): 0.0,
+        ("sandboxes_alive", "local", None, None): 0.0, ("sandboxes_alive", "unobtainable", None, None): 0.0,
         ("sandbox_creates_total", "local", None, None): len(created),
-        ("sandbox_execs_total", "local", None, None): 4.0,
-        ("sandbox_creates_total", "unobtainable", None, None): 0.0,
+        ("sandbox_execs_total", "local", None, None): 4.0, ("sandbox_creates_total", "unobtainable", None, None): 0.0,
         ("sandbox_execs_total", "unobtainable", None, None): 0.0,
         ("sandbox_failures_total", "unobtainable", "create", "SandboxImagePullError"): 2.0,
-    }
+    }  # fmt: skip
     assert undocumented(name for name, *_ in last) == []

@@ -56,13 +56,10 @@ class Witness:
     def look(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         return {
-            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","),
-            "node": context.get_node_id(),
-            "address": ray.util.get_node_ip_address(),
-            "namespace": context.namespace,
-            "executable": sys.executable,
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), "node": context.get_node_id(),
+            "address": ray.util.get_node_ip_address(), "namespace": context.namespace, "executable": sys.executable,
             "environment": dict(os.environ),
-        }
+        }  # fmt: skip
 
     def say(self, words: str) -> None:
         print(words, flush=True)

@@ -56,14 +56,9 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
             return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
         server = InferenceServer(
-            config,
-            Address(0, "127.0.0.1", port, SECRET),
-            "model",
-            tmp_path,
-            limits=limits,
-            backend=launching(launch),
+            config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits, backend=launching(launch),
             **kwargs,
-        )
+        )  # fmt: skip
         servers.append(server)
         return server
 
@@ -223,13 +218,9 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
     patient = replace(QUICK, unhealthy_seconds=1000)
     command = LaunchCommand([sys.executable, "-c", STOPS_LISTENING, str(port)], {})
     server = InferenceServer(
-        config,
-        Address(0, "127.0.0.1", port, SECRET),
-        "model",
-        tmp_path,
-        limits=patient,
+        config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=patient,
         backend=launching(lambda *_, **__: command),
-    )
+    )  # fmt: skip
     try:
         server.start()
         wait_for(lambda: server.status().restarts == 1, "a restart")
@@ -262,13 +253,9 @@ def test_the_engines_own_error_is_the_reason_for_its_restart(config, tmp_path, m
     command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
     limits = replace(QUICK, max_restarts=0)
     server = InferenceServer(
-        config,
-        Address(0, "127.0.0.1", port, SECRET),
-        "model",
-        tmp_path,
-        limits=limits,
+        config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits,
         backend=launching(lambda *_, **__: command),
-    )
+    )  # fmt: skip
     try:
         server.start()
         (tmp_path / "ill").touch()

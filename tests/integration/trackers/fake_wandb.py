@@ -111,20 +111,13 @@ class FakeWandb:
         """Returns the data of an operation. Raises `PermissionError`."""
         self.requests.append((operation, json.dumps(variables)))
         handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "RunResumeStatus": self._resume_status,
-            "UpsertBucket": self._upsert,
-            "CreateRunFiles": self._create_files,
-            "GetProjects": self._projects,
-            "Runs": self._runs,
-            "Run": self._run,
-            "RunFiles": self._run_files,
-            "deleteFiles": self._delete_files,
-            "ArtifactType": lambda variables: {"project": {"artifact": None}},
-            "CreateArtifact": self._create_artifact,
-            "CreateArtifactManifest": self._create_manifest,
+            "RunResumeStatus": self._resume_status, "UpsertBucket": self._upsert, "CreateRunFiles": self._create_files,
+            "GetProjects": self._projects, "Runs": self._runs, "Run": self._run, "RunFiles": self._run_files,
+            "deleteFiles": self._delete_files, "ArtifactType": lambda variables: {"project": {"artifact": None}},
+            "CreateArtifact": self._create_artifact, "CreateArtifactManifest": self._create_manifest,
             "CreateArtifactFiles": self._create_artifact_files,
             "CommitArtifact": lambda variables: {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}},
-        }
+        }  # fmt: skip
         if operation in ("Runs", "Run", "RunFiles") and self.refuses is not None:
             raise PermissionError(self.refuses)
         if operation in handlers:

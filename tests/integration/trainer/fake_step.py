@@ -44,11 +44,9 @@ def bytes_of_a_step(folder: Path, shape: dict[str, Any], *, micro_batches: int =
     model_shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     assert model_shape is not None
     estimate = trainer_memory(
-        config,
-        model_shape,
-        "cuda",
+        config, model_shape, "cuda",
         recompute_attention=recomputes_attention(config.recompute_attention, config, model_shape, None),
-    )
+    )  # fmt: skip
     return peak(config, shape["vocab_size"], micro_batches), estimate.total - estimate.overhead
 
 

@@ -37,14 +37,9 @@ SHARD_BYTES = 4_000
 def train_and_save(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     """Trains a step, so that the weights are not the model's, and saves them."""
     inputs = pack_step(
-        make_samples([9, 14, 3, 20]),
-        step=0,
-        version=0,
-        seq_len=32,
-        num_ranks=1,
-        pad_to_multiple_of=8,
+        make_samples([9, 14, 3, 20]), step=0, version=0, seq_len=32, num_ranks=1, pad_to_multiple_of=8,
         num_minibatches=1,
-    )
+    )  # fmt: skip
     trainer.train_step(inputs[0])
     trainer.backend.save_checkpoint(2, checkpoint)
     trainer.backend.finish_checkpoint()

@@ -49,10 +49,8 @@ def settings_job(trainer: Trainer) -> dict[str, Any]:
     batch = packed(trainer, step=0).minibatches[0]
     backend.accumulate(batch, 0, Timeline(backend.device, trainer.rank), StepMetrics(backend.device))
     found: dict[str, Any] = {
-        "gathers": gathers.count,
-        "ahead": deepcopy(ahead),
-        "micro_batches": len(batch.micro_batches),
-    }
+        "gathers": gathers.count, "ahead": deepcopy(ahead), "micro_batches": len(batch.micro_batches),
+    }  # fmt: skip
     found["gathered_after"] = sum(not group_of(unit).is_sharded for unit in units(backend.policy))
     found["gradient"] = gradients(trainer)
     trainer.train_step(packed(trainer, step=0))

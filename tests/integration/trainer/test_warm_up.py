@@ -39,11 +39,9 @@ def train(trainer: Trainer) -> dict[str, Any]:
         found = trainer.train_step(inputs[trainer.rank]).metrics
         metrics.append({name: value for name, value in found.items() if not name.startswith("timing_")})
     return {
-        "compiled": counters["stats"]["unique_graphs"] - before,
-        "weights": weights(trainer),
-        "moments": moments(trainer),
-        "metrics": metrics,
-    }
+        "compiled": counters["stats"]["unique_graphs"] - before, "weights": weights(trainer),
+        "moments": moments(trainer), "metrics": metrics,
+    }  # fmt: skip
 
 
 def moments(trainer: Trainer) -> list[torch.Tensor]:

@@ -17,13 +17,9 @@ def test_tests_that_need_a_fresh_server_run_first_and_tests_that_kill_it_last() 
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     files = sorted(map(str, (ROOT / "tests" / "gpu" / "weights").glob("test_*_on_gpu.py")))
     listed = subprocess.run(
-        [*command, "-o", "addopts=--import-mode=importlib", *files],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [*command, "-o", "addopts=--import-mode=importlib", *files], cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert listed.returncode == 0, listed.stdout + listed.stderr
     tests = [line.split("::") for line in listed.stdout.splitlines() if "::" in line]
     num_servers = 0
@@ -40,13 +36,9 @@ def test_tests_that_need_a_fresh_server_run_first_and_tests_that_kill_it_last() 
 @pytest.mark.slow
 def test_the_parts_of_the_suite_leave_no_test_out() -> None:
     made = subprocess.run(
-        [sys.executable, "-m", "tests.integration.weights.collect_on_gpus"],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
+        [sys.executable, "-m", "tests.integration.weights.collect_on_gpus"], cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
     assert made.returncode == 0, made.stderr
     everything, *parts = json.loads(made.stdout).values()
     assert {part["code"] for part in (everything, *parts)} == {0}

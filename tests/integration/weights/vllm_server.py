@@ -194,15 +194,10 @@ class Server:
         interpreter = os.environ.get(OTHER_INTERPRETER, sys.executable)
         version = self.vllm_version = version_of(interpreter)
         command = launch_command(
-            config,
-            Address(0, "127.0.0.1", port, "s" * 32),
-            model=str(self.folder),
-            directory=self.folder,
-            vllm_version=version,
-            on_cpu=on_cpu,
-            gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory()),
+            config, Address(0, "127.0.0.1", port, "s" * 32), model=str(self.folder), directory=self.folder,
+            vllm_version=version, on_cpu=on_cpu, gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory()),
             kv_cache_bytes=None if on_cpu else KV_CACHE_BYTES,
-        )
+        )  # fmt: skip
         arguments = [FAULTY_EXTENSION if a == WORKER_EXTENSION else a for a in command.arguments]
         arguments[0] = interpreter
         folders = [Path(__file__).parent, Path(telescope.__file__).parents[1]]
@@ -333,12 +328,10 @@ class Server:
 
     def probe(self, report: SendReport) -> ProbeReport:
         return compare(
-            sent=report.fingerprints,
-            loaded=self.run(self.client.fingerprints()),
+            sent=report.fingerprints, loaded=self.run(self.client.fingerprints()),
             trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
-            engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)),
-            dtype=self.dtype,
-        )
+            engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)), dtype=self.dtype,
+        )  # fmt: skip
 
     def break_off(self) -> None:
         """Begin a sync and give it up half way: the sender is aborted while the engine waits for a bucket."""

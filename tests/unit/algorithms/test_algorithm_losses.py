@@ -27,14 +27,10 @@ def make_tokens(seed: int = 0, *, on_policy: bool = False) -> TokenBatch:
     logp_N = torch.from_numpy(-rng.random(12) * 3)
     ref_N = logp_N.clone() if on_policy else logp_N + torch.from_numpy(rng.normal(0, 0.8, 12))
     return TokenBatch(
-        logp_N=logp_N.requires_grad_(),
-        entropy_N=torch.from_numpy(rng.random(12)),
-        engine_logp_N=ref_N,
-        ref_logp_N=ref_N,
-        advantage_N=torch.from_numpy(np.array([0.7, -1.3, 0.2])[sample_N]),
-        sample_N=torch.from_numpy(sample_N),
-        num_samples=3,
-    )
+        logp_N=logp_N.requires_grad_(), entropy_N=torch.from_numpy(rng.random(12)), engine_logp_N=ref_N,
+        ref_logp_N=ref_N, advantage_N=torch.from_numpy(np.array([0.7, -1.3, 0.2])[sample_N]),
+        sample_N=torch.from_numpy(sample_N), num_samples=3,
+    )  # fmt: skip
 
 
 def reference_sum(name: str, tokens: TokenBatch, config: SimpleNamespace) -> torch.Tensor:

@@ -165,10 +165,8 @@ def test_without_a_cluster_one_is_started_here(fake_ray, tmp_path):
     assert cluster.started_here
     assert fake_ray.asked == ["auto", "forgotten"], "whether a token is shown is for the new cluster to say"
     assert (fake_ray.calls[1]["address"], fake_ray.calls[1]["num_cpus"], fake_ray.calls[1]["num_gpus"]) == (
-        "local",
-        4,
-        1,
-    )
+        "local", 4, 1,
+    )  # fmt: skip
     assert fake_ray.calls[1]["include_dashboard"] is False
 
 

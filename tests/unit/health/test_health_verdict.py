@@ -27,10 +27,8 @@ def test_a_healthy_run_says_what_came_out_and_that_nothing_stands_out() -> None:
 
 def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third() -> None:
     points = (
-        EvalPoint("countdown", -1, 0.178, 0.15, 0.21),
-        EvalPoint("other", -1, 0.5),
-        EvalPoint("countdown", 59, 0.58),
-    )
+        EvalPoint("countdown", -1, 0.178, 0.15, 0.21), EvalPoint("other", -1, 0.5), EvalPoint("countdown", 59, 0.58),
+    )  # fmt: skip
     seen = history({rules.NO_SIGNAL: [45.5] * 60}, points)
     outcome, cost = verdict.verdict(seen, [], State("finished"))
     assert outcome["text"] == "countdown: 17.8 % (15.0 to 21.0) before training, 58.0 % after 60 steps."
@@ -148,11 +146,8 @@ def test_a_problem_that_was_reported_again_is_one_alert() -> None:
     rows = [row("truncation", f"{50 + step // 10} % are cut off.", step=step) for step in (330, 230, 130, 10)]
     lasting, before = verdict.alerts(rows, 2, rules.findings(seen))
     assert (lasting["first_step"], lasting["step"], lasting["count"], lasting["title"]) == (
-        130,
-        330,
-        3,
-        "83 % are cut off",
-    )
+        130, 330, 3, "83 % are cut off",
+    )  # fmt: skip
     assert (before["step"], before["count"]) == (10, 1)
     assert (lasting["resolved"], before["resolved"]) == (False, True)
 

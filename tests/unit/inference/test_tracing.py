@@ -56,10 +56,8 @@ def test_a_request_is_queue_prefill_and_decode_end_to_end():
     name = str(RequestId("5-0", turn=2, attempt=1, slot=7))
     queue, prefill, decode = request_rows(100.0, TIMES | {"gen_ai.request.id": f"generate-tokens-{name}"}, server=3)
     assert [(row["name"], row["start"], row["end"]) for row in (queue, prefill, decode)] == [
-        ("queue", 100.0, 101.0),
-        ("prefill", 101.0, 103.0),
-        ("decode", 103.0, 110.0),
-    ]
+        ("queue", 100.0, 101.0), ("prefill", 101.0, 103.0), ("decode", 103.0, 110.0),
+    ]  # fmt: skip
     for row in (queue, prefill, decode):
         assert (row["server"], row["sample_id"], row["component"]) == (3, "5-0", "inference")
         assert (row["attributes"]["turn"], row["attributes"]["lane"]) == ("2", "7")

@@ -33,26 +33,16 @@ def config(**fields: Any) -> TelescopeConfig:
 
 def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, restarted: bool = False, **fields: Any):
     return launch_command(
-        config(**fields),
-        ADDRESS,
-        model="/models/m",
-        directory=directory,
-        vllm_version=version,
-        on_cpu=on_cpu,
+        config(**fields), ADDRESS, model="/models/m", directory=directory, vllm_version=version, on_cpu=on_cpu,
         restarted=restarted,
-    )
+    )  # fmt: skip
 
 
 def launch_on_gpu(directory: Path, model: str, memory_bytes: int | None, **fields: Any) -> LaunchCommand:
     return launch_command(
-        config(**fields),
-        ADDRESS,
-        model=model,
-        directory=directory,
-        vllm_version="0.26.0",
-        on_cpu=False,
+        config(**fields), ADDRESS, model=model, directory=directory, vllm_version="0.26.0", on_cpu=False,
         gpu_memory_bytes=memory_bytes,
-    )
+    )  # fmt: skip
 
 
 def value_of(command: LaunchCommand, flag: str) -> str:
@@ -200,12 +190,9 @@ def test_a_restarted_server_must_be_updated_before_it_samples(tmp_path):
 
 def test_chat_settings_reach_the_openai_compatible_api(tmp_path):
     command = launch(
-        tmp_path,
-        chat_template="{{ messages }}",
-        enable_thinking=True,
-        vllm_tool_call_parser="hermes",
+        tmp_path, chat_template="{{ messages }}", enable_thinking=True, vllm_tool_call_parser="hermes",
         vllm_reasoning_parser="qwen3",
-    )
+    )  # fmt: skip
     assert Path(value_of(command, "--chat-template")).read_text() == "{{ messages }}"
     assert json.loads(value_of(command, "--default-chat-template-kwargs")) == {"enable_thinking": True}
     assert value_of(command, "--tool-call-parser") == "hermes"

@@ -32,13 +32,9 @@ def checkpoint(tmp_path) -> Path:
         for version in range(6):
             row = {"name": "math500", "version": version, "step": version - 1, "accuracy": version / 16}
             row |= {
-                "accuracy_low": 0.0,
-                "accuracy_high": 0.5,
-                "num_items": 40,
-                "num_completions": 4,
-                "num_scored": 158,
+                "accuracy_low": 0.0, "accuracy_high": 0.5, "num_items": 40, "num_completions": 4, "num_scored": 158,
                 "ended_at": 1.0,
-            }
+            }  # fmt: skip
             recorder.write(
                 "evals", {**row, "eval_id": f"e{version}", "status": "failed" if version == 3 else "finished"}
             )

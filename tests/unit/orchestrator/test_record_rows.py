@@ -135,11 +135,8 @@ def test_a_sample_that_is_not_trained_has_tokens_without_the_trainer_s_numbers()
     (row,) = record_rows.untrained_tokens_rows(masked, 7)
     sampled = row["versions"] >= 0
     assert (row["sample_id"], row["step"], sampled.sum(), set(row["versions"][sampled])) == (
-        masked.sample_id,
-        7,
-        5,
-        {4},
-    )
+        masked.sample_id, 7, 5, {4},
+    )  # fmt: skip
     assert not row["trained"].any() and np.isnan(row["trainer_logprobs"]).all() and np.isnan(row["entropies"]).all()
     assert record_rows.untrained_tokens_rows(sample(1, None, lengths=()), 7) == []
 
@@ -147,10 +144,8 @@ def test_a_sample_that_is_not_trained_has_tokens_without_the_trainer_s_numbers()
 def test_each_key_of_a_note_is_a_row_at_its_turn() -> None:
     rows = rows_of_everything()["info"]
     assert [(row["number"], row["turn"], row["key"], row["value"]) for row in rows] == [
-        (0, 0, "guess", "crane"),
-        (0, 0, "colors", '["grey", "green"]'),
-        (1, 4, "correct", "1.0"),
-    ]
+        (0, 0, "guess", "crane"), (0, 0, "colors", '["grey", "green"]'), (1, 4, "correct", "1.0"),
+    ]  # fmt: skip
 
 
 def test_a_masked_sample_stays_masked_in_any_group() -> None:

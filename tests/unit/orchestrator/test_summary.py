@@ -55,11 +55,9 @@ def test_one_step_is_one_step(status: Any, sentence: str) -> None:
 
 def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
     evals = [
-        result(0, 0.1, name="seen", held_out=False),
-        result(0, 0.2),
-        result(5, 0.3, name="seen", held_out=False),
+        result(0, 0.1, name="seen", held_out=False), result(0, 0.2), result(5, 0.3, name="seen", held_out=False),
         result(5, 0.4),
-    ]
+    ]  # fmt: skip
     summary = summary_of(evals)
     assert (summary.heldout_before, summary.heldout_after) == (0.2, 0.4)
     assert [entry["name"] for entry in summary.evals] == ["seen", "countdown", "seen", "countdown"]

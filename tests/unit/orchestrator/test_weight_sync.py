@@ -47,11 +47,9 @@ def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks():
     gather = Span("weight_broadcast_gather", 11.0, 12.0, rank=3)
     record_sync(directory, SyncReport(8, 10.0, ended_at=14.0, servers=[part, failed], trainer_spans=[gather]))
     assert [(row["name"], row.get("server"), row.get("rank"), row["start"], row["end"]) for row in rows] == [
-        ("weight_sync", 1, None, 13.0, 13.5),
-        ("weight_transfer", 1, None, 11.0, 13.0),
-        ("weight_sync", 2, None, 10.0, 14.0),
-        ("weight_broadcast_gather", None, 3, 11.0, 12.0),
-    ]
+        ("weight_sync", 1, None, 13.0, 13.5), ("weight_transfer", 1, None, 11.0, 13.0),
+        ("weight_sync", 2, None, 10.0, 14.0), ("weight_broadcast_gather", None, 3, 11.0, 12.0),
+    ]  # fmt: skip
     assert {row["step"] for row in rows} == {7}
     assert rows[2]["attributes"]["failure"] == "gone"
 

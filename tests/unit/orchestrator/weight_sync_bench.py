@@ -162,14 +162,9 @@ class Bench:
         self.up = list(range(self.num_servers))
         trainer: Any = self.trainer
         self.weights = WeightSync(
-            config_of(**self.fields),
-            trainer,
-            self.clients,
-            engines_up=lambda: list(self.up),
-            on_failure=self.failed,
-            on_report=self.reports.append,
-            probe_token_ids=[1, 2, 3, 4],
-        )
+            config_of(**self.fields), trainer, self.clients, engines_up=lambda: list(self.up), on_failure=self.failed,
+            on_report=self.reports.append, probe_token_ids=[1, 2, 3, 4],
+        )  # fmt: skip
 
     def failed(self, server: int, error: InfrastructureError) -> None:
         self.failures.append((server, str(error)))

@@ -26,15 +26,10 @@ from telescope.rollout.messages import message_of
 USER = {"role": "user", "content": "How warm is it?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 ANSWER = Answer(
-    "Let me look.",
-    "Which city?",
-    [ToolCall("weather", {"city": "Zürich"}), ToolCall("clock", None, "clock(", "The call has no end.")],
-    "tool_calls",
-    [5, 6],
-    [-0.5, -0.25],
-    num_prompt_tokens=7,
-    id="a1",
-)
+    "Let me look.", "Which city?",
+    [ToolCall("weather", {"city": "Zürich"}), ToolCall("clock", None, "clock(", "The call has no end.")], "tool_calls",
+    [5, 6], [-0.5, -0.25], num_prompt_tokens=7, id="a1",
+)  # fmt: skip
 
 
 class Policy:
@@ -184,8 +179,7 @@ async def test_a_history_is_the_same_call_in_every_dialect(policy, turns, stream
     ids = ["call_a1_0", "call_a1_1"]
     functions = [{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "clock", "arguments": "clock("}]
     assert second.messages == [
-        {"role": "system", "content": "Be brief."},
-        USER,
+        {"role": "system", "content": "Be brief."}, USER,
         {
             "role": "assistant",
             "content": "Let me look.",
@@ -195,9 +189,8 @@ async def test_a_history_is_the_same_call_in_every_dialect(policy, turns, stream
                 for id, function in zip(ids, functions, strict=True)
             ],
         },
-        *({"role": "tool", "tool_call_id": id, "content": "21"} for id in ids),
-        {"role": "user", "content": "Sure?"},
-    ]
+        *({"role": "tool", "tool_call_id": id, "content": "21"} for id in ids), {"role": "user", "content": "Sure?"},
+    ]  # fmt: skip
     assert first.messages == second.messages[:2]
     assert message_of(ANSWER.message) == second.messages[2]
     function = {"name": "weather", "description": "Now", "parameters": PARAMETERS}

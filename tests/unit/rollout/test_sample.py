@@ -33,10 +33,8 @@ async def test_a_sample_is_generated_and_scored():
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
     assert (request.request_id, request.prompt_token_ids, request.seed) == (
-        "5-0.0.0@0",
-        [1, 2, 3],
-        request_seed(7, 5, 0, 0),
-    )
+        "5-0.0.0@0", [1, 2, 3], request_seed(7, 5, 0, 0),
+    )  # fmt: skip
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.slots.num_leased == 0
@@ -120,10 +118,8 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence():
     )  # fmt: skip
     sample = await bench.run(turns=True)
     assert [request.prompt_token_ids for request in bench.engine.requests] == [
-        [1, 2, 3],
-        [1, 2, 3, 7, 8, 20, 21],
-        [1, 2, 3, 7, 8, 20, 21, 9, 22],
-    ]
+        [1, 2, 3], [1, 2, 3, 7, 8, 20, 21], [1, 2, 3, 7, 8, 20, 21, 9, 22],
+    ]  # fmt: skip
     assert [request.seed for request in bench.engine.requests] == [request_seed(7, 5, 0, turn) for turn in range(3)]
     ids = [parse_request_id(request.request_id) for request in bench.engine.requests]
     assert [(known.sample_id, known.turn, known.attempt) for known in ids if known] == [
@@ -177,10 +173,8 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     )  # fmt: skip
     sample = await bench.run(turns=True)
     assert [request.prompt_token_ids for request in bench.engine.requests] == [
-        [1, 2, 3],
-        [1, 2, 3, 70, 20],
-        [1, 2, 3, 70, 20, 9, 22],
-    ]
+        [1, 2, 3], [1, 2, 3, 70, 20], [1, 2, 3, 70, 20, 9, 22],
+    ]  # fmt: skip
     first, second = sample.sequences()
     assert (first.token_ids_L.tolist(), second.token_ids_L.tolist()) == ([1, 2, 3, 7, 8], [1, 2, 3, 70, 20, 9, 22, 10])
     assert second.trained_L.tolist() == [False] * 5 + [True, False, True]

@@ -86,10 +86,8 @@ async def test_calls_are_spans_and_failures_are_counted_by_their_kind(activity):
     assert found == [
         ("create", "7-1", used),
         ("create", "7-1", {"provider": "service", "error": "SandboxBusyError", "worker": "3"}),
-        ("exec", "7-1", {**used, "error": "CancelledError"}),
-        ("upload", "7-1", used),
-        ("destroy", "7-1", used),
-    ]
+        ("exec", "7-1", {**used, "error": "CancelledError"}), ("upload", "7-1", used), ("destroy", "7-1", used),
+    ]  # fmt: skip
     # What the user of a sandbox gave up is no failure of it.
     assert rows.gauges == {
         ("sandboxes_alive", "service"): 0.0,

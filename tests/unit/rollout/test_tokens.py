@@ -27,11 +27,9 @@ from telescope.rollout.tokens import Tokenizer
 from telescope.tiny_model.build import build_tokenizer
 
 MESSAGES = [
-    {"role": "system", "content": "Answer <briefly>, in “words”."},
-    {"role": "user", "content": "Why?\n"},
-    {"role": "assistant", "content": "<think>\nBecause.\n</think>\n\nSo."},
-    {"role": "user", "content": " How?"},
-]
+    {"role": "system", "content": "Answer <briefly>, in “words”."}, {"role": "user", "content": "Why?\n"},
+    {"role": "assistant", "content": "<think>\nBecause.\n</think>\n\nSo."}, {"role": "user", "content": " How?"},
+]  # fmt: skip
 TOOL = {
     "type": "function",
     "function": {
@@ -61,18 +59,8 @@ def both(folder: Path) -> tuple[Tokenizer, Any]:
 def sentencepiece_like(folder: Path) -> Path:
     """A unigram tokenizer in the manner of sentencepiece, with tokens that take spaces and parts of words."""
     pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "▁",
-        *(c for c in map(chr, range(33, 127))),
-        "▁th",
-        "▁the",
-        "▁a",
-        "er",
-        "▁'",
-        "n't",
-    ]
+        "<unk>", "<s>", "</s>", "▁", *(c for c in map(chr, range(33, 127))), "▁th", "▁the", "▁a", "er", "▁'", "n't",
+    ]  # fmt: skip
     raw = tokens.tokenizers.Tokenizer(models.Unigram([(piece, -i / 9) for i, piece in enumerate(pieces)], unk_id=0))
     raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("''", '"')])
     raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -181,12 +169,10 @@ def test_ids_and_texts_equal_those_of_transformers(name, pair, data):
 
 CONVERSATIONS = [MESSAGES, MESSAGES[1:2], MESSAGES[1:3], CALLING, CALLING[1:]]
 VARIABLES: list[dict[str, Any]] = [
-    {},
-    {"add_generation_prompt": True},
-    {"add_generation_prompt": True, "enable_thinking": True},
+    {}, {"add_generation_prompt": True}, {"add_generation_prompt": True, "enable_thinking": True},
     {"add_generation_prompt": True, "enable_thinking": False, "tools": [TOOL]},
     {"documents": [{"title": "t", "text": "x"}]},
-]
+]  # fmt: skip
 
 
 def rendered(tokenizer: Any, messages: Any, **variables: Any) -> Any:

@@ -124,10 +124,8 @@ def test_sums_over_any_parts_of_the_vocabulary_merge_into_the_whole_softmax(voca
     merged = logprob._Softmax.merged(sums_of(z_CV, cuts), target_logit_C)
     logp_CV = z_CV.log_softmax(dim=1)
     wanted = (
-        logp_CV.gather(1, target_C[:, None]).squeeze(1),
-        -(logp_CV.exp() * logp_CV).sum(dim=1),
-        z_CV.logsumexp(dim=1),
-    )
+        logp_CV.gather(1, target_C[:, None]).squeeze(1), -(logp_CV.exp() * logp_CV).sum(dim=1), z_CV.logsumexp(dim=1),
+    )  # fmt: skip
     torch.testing.assert_close(merged.result(), wanted, rtol=1e-11, atol=1e-11)
 
 

@@ -14,16 +14,10 @@ def make_sample(name: int, length: int, group: int = 0, trained: bool = True) ->
     if trained:
         trained_L[length // 2 or 1 :] = True
     return TrainSample(
-        sample_id=f"s{name}",
-        group_id=group,
-        environment="countdown",
-        token_ids_L=np.arange(length) + 1000 * name,
-        trained_L=trained_L,
-        engine_logprob_L=np.where(trained_L, -0.25 * np.arange(length), 0.0),
-        version_L=np.where(trained_L, name % 3, -1),
-        reward=0.0,
-        advantage=name + 0.5,
-    )
+        sample_id=f"s{name}", group_id=group, environment="countdown", token_ids_L=np.arange(length) + 1000 * name,
+        trained_L=trained_L, engine_logprob_L=np.where(trained_L, -0.25 * np.arange(length), 0.0),
+        version_L=np.where(trained_L, name % 3, -1), reward=0.0, advantage=name + 0.5,
+    )  # fmt: skip
 
 
 def rows_of(inputs: list[StepInput]):

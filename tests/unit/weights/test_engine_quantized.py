@@ -145,10 +145,8 @@ def test_without_an_observed_update_quantized_layers_are_reported(tensors) -> No
     metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     answer = engine_weights(engine_model(tensors), metas, torch.bfloat16)
     assert [entry.split(" ")[0] for entry in answer["unaccounted"]] == [
-        f"{ATTENTION}.qkv_proj.weight",
-        f"{MLP}.w13_weight",
-        f"{MLP}.w2_weight",
-    ]
+        f"{ATTENTION}.qkv_proj.weight", f"{MLP}.w13_weight", f"{MLP}.w2_weight",
+    ]  # fmt: skip
 
 
 def test_a_model_without_quantized_layers_needs_no_second_quantization() -> None:

@@ -68,12 +68,10 @@ def trainer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         "model.layers.0.attn.v_proj.weight": (NUM_KV_HEADS * HEAD, HIDDEN),
         "model.layers.0.attn.v_proj.bias": (NUM_KV_HEADS * HEAD,),
         "model.layers.0.attn.o_proj.weight": (HIDDEN, NUM_HEADS * HEAD),
-        "model.layers.0.mlp.gate_proj.weight": (INNER, HIDDEN),
-        "model.layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
-        "model.layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
-        "model.norm.weight": (HIDDEN,),
+        "model.layers.0.mlp.gate_proj.weight": (INNER, HIDDEN), "model.layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
+        "model.layers.0.mlp.down_proj.weight": (HIDDEN, INNER), "model.norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
+    }  # fmt: skip
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

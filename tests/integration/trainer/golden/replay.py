@@ -127,13 +127,9 @@ def replay(case: str, **changes: Any) -> list[dict[str, float]]:
         for step, samples in enumerate(load_rollouts()):
             compute_advantages(samples, config.algorithm, config.advantage_norm)
             (step_input,) = pack_step(
-                samples,
-                step=step,
-                version=step,
-                seq_len=config.seq_len,
-                num_ranks=1,
+                samples, step=step, version=step, seq_len=config.seq_len, num_ranks=1,
                 num_minibatches=config.number_of_minibatches,
-            )
+            )  # fmt: skip
             metrics = trainer.train_step(step_input).metrics
             curve.append({name: metrics[name] for name in VALUES})
         return curve
