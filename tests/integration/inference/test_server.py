@@ -46,30 +46,25 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
     servers: list[InferenceServer] = []
 
     def make(
-        settings: FakeEngineSettings | None = None, limits: SupervisionLimits = QUICK, **kwargs
+        settings: FakeEngineSettings | None = None, limits: SupervisionLimits = QUICK, port: int = 0, script: Any = None
     ) -> InferenceServer:
-        port = kwargs.pop("port", None) or free_port()
+        """Returns a server of the fake engine, or of a script of Python that gets the port, then what follows it."""
+        address = Address(0, "127.0.0.1", port or free_port(), SECRET)
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
         def launch(*given: Any, **fields: Any) -> LaunchCommand:
+            if script:
+                return LaunchCommand([sys.executable, "-c", script[0], str(address.port), *script[1:]], {})
             command = FakeBackend.launch(*given, **fields)
             return LaunchCommand([*command.arguments, "--settings", encoded], command.environment)
 
-        server = InferenceServer(
-            config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits, backend=launching(launch),
-            **kwargs,
-        )  # fmt: skip
-        servers.append(server)
-        return server
+        backend = type("Backend", (EngineClient,), {"launch": staticmethod(launch)})
+        servers.append(InferenceServer(config, address, "model", tmp_path, limits=limits, backend=backend))
+        return servers[-1]
 
     yield make
     for server in servers:
         server.stop()
-
-
-def launching(launch: Callable[..., LaunchCommand]) -> type[EngineClient]:
-    """Returns vLLM's backend with another command."""
-    return type("Backend", (EngineClient,), {"launch": staticmethod(launch)})
 
 
 def free_port() -> int:
@@ -212,21 +207,12 @@ time.sleep(600)
 """
 
 
-def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config, tmp_path):
+def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(make_server):
     """As vLLM's server does that has lost one of several workers."""
-    port = free_port()
-    patient = replace(QUICK, unhealthy_seconds=1000)
-    command = LaunchCommand([sys.executable, "-c", STOPS_LISTENING, str(port)], {})
-    server = InferenceServer(
-        config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=patient,
-        backend=launching(lambda *_, **__: command),
-    )  # fmt: skip
-    try:
-        server.start()
-        wait_for(lambda: server.status().restarts == 1, "a restart")
-        assert "no longer listens" in (server.status().error or "")
-    finally:
-        server.stop()
+    server = make_server(limits=replace(QUICK, unhealthy_seconds=1000), script=[STOPS_LISTENING])
+    server.start()
+    wait_for(lambda: server.status().restarts == 1, "a restart")
+    assert "no longer listens" in (server.status().error or "")
 
 
 GETS_ILL = """
@@ -247,22 +233,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_f
 @pytest.mark.parametrize(("body", "words"), [
     ("", "HTTP 503: its engine has exited"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs"),
 ])  # fmt: skip
-def test_the_engines_own_error_is_the_reason_for_its_restart(config, tmp_path, monkeypatch, body, words):
+def test_the_engines_own_error_is_the_reason_for_its_restart(make_server, tmp_path, monkeypatch, body, words):
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
-    port = free_port()
-    command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
-    limits = replace(QUICK, max_restarts=0)
-    server = InferenceServer(
-        config, Address(0, "127.0.0.1", port, SECRET), "model", tmp_path, limits=limits,
-        backend=launching(lambda *_, **__: command),
-    )  # fmt: skip
-    try:
-        server.start()
-        (tmp_path / "ill").touch()
-        wait_for(lambda: server.status().state == "failed", "giving up")
-        assert words in (server.status().error or "")
-    finally:
-        server.stop()
+    script = [GETS_ILL, body, str(tmp_path / "ill")]
+    server = make_server(limits=replace(QUICK, max_restarts=0), script=script)
+    server.start()
+    (tmp_path / "ill").touch()
+    wait_for(lambda: server.status().state == "failed", "giving up")
+    assert words in (server.status().error or "")
 
 
 def test_a_killed_shim_ends_a_command_that_does_not_watch_yet(tmp_path):

@@ -81,6 +81,12 @@ def opened(server: FakeWandb) -> WandbRuns:
     return runs
 
 
+def opening(runs: WandbRuns, name: str = "live") -> RunCopy:
+    copy = runs.copy_in(runs.root / name)
+    copy.open()
+    return copy
+
+
 def table_files(run_dir: Path) -> set[str]:
     return {name for name in record_files(run_dir) if name.startswith("tables/")}
 
@@ -117,8 +123,7 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
     stored = server.add_run("p", stored_run("live"))
     upload(stored, recorder.files.run_dir)
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.phase == "synced")
         read = Run(runs.root / "live")
         server.requests.clear()
@@ -150,8 +155,7 @@ def test_the_page_is_told_how_much_of_a_run_is_there(server, recorder, monkeypat
     get = server.get
     monkeypatch.setattr(server, "get", lambda path: ("/steps/" not in path or gate.wait(30)) and get(path))
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.phase == "syncing" and copy.state.done_bytes > 0)
         assert copy.state.done_bytes < copy.state.total_bytes
         client = TestClient(create_app([], remotes=[runs]), base_url="http://localhost")
@@ -165,8 +169,7 @@ def test_the_page_is_told_how_much_of_a_run_is_there(server, recorder, monkeypat
 def test_copies_stay_viewable_without_wandb_and_the_page_says_so(server, recorder, capfd):
     upload(server.add_run("p", stored_run("live")), recorder.files.run_dir)
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.phase == "synced")
         server.is_down = True
         until(lambda: copy.state.message)
@@ -189,8 +192,7 @@ def test_an_interrupted_download_continues(server, recorder, monkeypatch):
     get = server.get
     monkeypatch.setattr(server, "get", lambda path: None if "/samples/" in path else get(path))
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.phase == "failed")
     monkeypatch.setattr(server, "get", get)
     before = len(server.requests)
@@ -208,8 +210,7 @@ def test_files_that_are_not_on_wandb_yet_are_named_and_come_later(server, record
     upload(stored, recorder.files.run_dir)
     late = {name: stored.files.pop(name) for name in list(stored.files) if "/samples/" in name}
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.message)
         assert "1 of its" in copy.state.message and "not on W&B yet" in copy.state.message
         stored.files |= late
@@ -220,8 +221,7 @@ def test_files_that_are_not_on_wandb_yet_are_named_and_come_later(server, record
 def test_a_run_that_has_just_started_has_nothing_to_copy_yet(server, recorder):
     stored = server.add_run("p", stored_run("live"))
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: server.operations("RunFiles"))
         assert copy.state == RemoteCopy("listed", f"W&B {ENTITY}/p")
         upload(stored, recorder.files.run_dir)
@@ -231,8 +231,7 @@ def test_a_run_that_has_just_started_has_nothing_to_copy_yet(server, recorder):
 def test_a_run_without_a_record_says_why(server):
     server.add_run("p", stored_run("bare", state="finished"))
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "bare")
-        copy.open()
+        copy = opening(runs, "bare")
         until(lambda: copy.state.phase == "failed")
         assert "wandb_upload_record was false" in copy.state.message
 
@@ -246,37 +245,17 @@ def test_a_project_without_runs_of_telescope_says_so_and_shows_those_that_start(
         until(lambda: runs.problem.startswith("Runs of another layout"))
 
 
-def without_credentials(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY")
-
-
-def with_a_wrong_key(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-
-
-def without_permission(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.refuses = "permission denied"
-
-
-def without_the_server(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.is_down = True
-
-
-def without_the_package(server: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_runs, "is_installed", lambda name: False)
-
-
-@pytest.mark.parametrize(("project", "what", "words"), [
-    ("p", without_credentials, "wandb login"),
-    ("p", with_a_wrong_key, "refuses the API key"),
-    ("p", without_permission, "does not let you read"),
-    ("p", without_the_server, "cannot be reached"),
-    ("p", without_the_package, "pip install wandb"),
-    ("nothing", lambda *_: None, "has no project"),
+@pytest.mark.parametrize(("project", "spoil", "words"), [
+    ("p", lambda server, patch: patch.delenv("WANDB_API_KEY"), "wandb login"),
+    ("p", lambda server, patch: patch.setenv("WANDB_API_KEY", "x" * 40), "refuses the API key"),
+    ("p", lambda server, patch: patch.setattr(server, "refuses", "permission denied"), "does not let you read"),
+    ("p", lambda server, patch: patch.setattr(server, "is_down", True), "cannot be reached"),
+    ("p", lambda server, patch: patch.setattr(wandb_runs, "is_installed", lambda name: False), "pip install wandb"),
+    ("nothing", lambda server, patch: None, "has no project"),
 ])  # fmt: skip
-def test_what_cannot_be_listed_is_a_message(project, what, words, server, monkeypatch, capfd):
+def test_what_cannot_be_listed_is_a_message(project, spoil, words, server, monkeypatch, capfd):
     server.add_run("p", stored_run("a"))
-    what(server, monkeypatch)
+    spoil(server, monkeypatch)
     assert main(["ui", f"{ENTITY}/{project}", "--port", "0"]) == 2
     printed = capfd.readouterr().err
     assert words in printed
@@ -303,8 +282,7 @@ def test_names_from_the_server_lead_nowhere_else(server, recorder, tmp_path):
     manifest["files"] |= {hostile: 3, "/etc/passwd": 3, "checkpoints/x": 3}
     stored.files |= {f"telescope/{hostile}": b"bad", "telescope/files.json": json.dumps(manifest).encode()}
     with opened(server) as runs:
-        copy = runs.copy_in(runs.root / "live")
-        copy.open()
+        copy = opening(runs)
         until(lambda: copy.state.phase == "synced")
     assert not list(tmp_path.rglob("escaped"))
 
@@ -391,9 +369,7 @@ def test_without_a_folder_of_runs_a_key_is_enough_to_open_the_dashboard(server, 
 @pytest.mark.parametrize(("places", "mode", "asks"), [
     ([], "online", True), ([], "offline", False), ([], "disabled", False), (["runs"], "", False),
 ])  # fmt: skip
-def test_wandb_is_asked_for_projects_unless_it_is_off_or_folders_are_named(
-    places, mode, asks, server, tmp_path, monkeypatch, capsys
-):
+def test_wandb_is_asked_for_projects_unless_off(places, mode, asks, server, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("WANDB_MODE", mode)
