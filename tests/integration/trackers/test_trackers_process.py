@@ -151,7 +151,6 @@ def test_hanging_trackers_do_not_outlive_the_run(tmp_path, start_instead, caplog
     before = time.monotonic()
     trackers.close(timeout=0.5)
     assert time.monotonic() - before < 5
-    assert trackers._process is not None
     assert trackers._process.wait(30) != 0
     assert len(messages(caplog)) == 1
     assert "W&B did not finish in 0.5 s and was ended. `wandb sync`" in messages(caplog)[0]

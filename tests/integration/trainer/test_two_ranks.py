@@ -262,7 +262,6 @@ def test_the_saved_hugging_face_checkpoint_has_the_trained_weights_and_their_ori
     stored = load_file(both.folder / "hf" / "model.safetensors")
     assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
     origin = read_origin(both.folder / "hf")
-    assert origin is not None
     assert (origin.run, origin.checkpoint.step) == ("first", 2)
     assert is_whole(both.folder / "hf", origin)
 

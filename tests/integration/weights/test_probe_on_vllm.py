@@ -90,7 +90,6 @@ def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server):
     stale = server.sync().probe
     assert set(stale.mismatched) == {"model.embed_tokens.weight"}
     assert "lm_head.weight as packed" in stale.mismatched["model.embed_tokens.weight"]
-    assert stale.logprobs is not None
     assert stale.logprobs.maximum > 0.1
     server.verified_sync()
 

@@ -70,7 +70,6 @@ def start_driver() -> Iterator:
             [sys.executable, "-c", DRIVER.replace("{end}", end)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         started.append((driver, pids))
         assert len(pids) == 5 and all(is_running(pid) for pid in pids)
@@ -153,7 +152,6 @@ with Reaper() as reaper:
 
 def test_a_killed_run_leaves_no_temporary_file_and_no_shared_memory() -> None:
     driver = subprocess.Popen([sys.executable, "-c", FILES], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
     directory, *names = driver.stdout.readline().split()
     theirs, ours = ([Path("/dev/shm", name) for name in pair] for pair in (names[:2], names[2:]))
     assert all(file.exists() for file in (*theirs, *ours))

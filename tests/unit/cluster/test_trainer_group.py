@@ -21,9 +21,7 @@ from telescope.errors import DeadlineExceeded, RankLost, RunError
 from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Layout, StepInput, StepResult
 
-CONFIG = TelescopeConfig.model_validate(
-    {"model": "m", "environments": [{"name": "countdown"}], "trainer_num_workers": 1}
-)
+CONFIG = TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}]})
 
 
 class Rank:
@@ -70,12 +68,20 @@ def rank(compiled: asyncio.Event) -> Rank:
     return Rank(compiled)
 
 
+def group_of(monkeypatch: pytest.MonkeyPatch, ranks: list[Any], folder: Path = Path()) -> TrainerGroup:
+    made = iter(ranks)
+    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(made)))
+    placement = SimpleNamespace(rank_nodes=[0] * len(ranks), rank_options=lambda *_: {})
+    cluster = SimpleNamespace(node_names={0: "here"})
+    config = CONFIG.replace(trainer_num_workers=len(ranks))
+    return TrainerGroup(config, cast(Placement, placement), folder, cast(Cluster, cluster))
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> TrainerGroup:
+    made = group_of(monkeypatch, [rank])
     monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: rank))
-    placement = SimpleNamespace(rank_nodes=[0], rank_options=lambda *_: {})
-    cluster = SimpleNamespace(node_names={0: "here"})
-    return TrainerGroup(CONFIG, cast(Placement, placement), Path(), cast(Cluster, cluster))
+    return made
 
 
 async def test_a_group_that_has_compiled_is_stopped_by_its_ranks(group, rank, compiled):
@@ -146,14 +152,8 @@ class SharingRank(Rank):
 
 async def test_ranks_that_share_rows_get_the_same_input_and_engines_the_ranks_that_send(monkeypatch, tmp_path):
     ranks = [SharingRank(rank) for rank in range(4)]
-    made = iter(ranks)
-    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(made)))
+    group = group_of(monkeypatch, ranks, tmp_path)
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=lambda share: share))
-    placement = SimpleNamespace(rank_nodes=[0] * 4, rank_options=lambda *_: {})
-    group = TrainerGroup(
-        CONFIG.replace(trainer_num_workers=4),
-        cast(Placement, placement), tmp_path, cast(Cluster, SimpleNamespace(node_names={0: "here"})),
-    )  # fmt: skip
     await group.setup()
     assert group.data_size == 2
     for rank in ranks:
@@ -181,17 +181,11 @@ class FailingRank(Rank):
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch, compiled: asyncio.Event, tmp_path: Path) -> TrainerGroup:
-    ranks = iter([FailingRank(compiled), ExitedRank(compiled)])
-    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(ranks)))
     monkeypatch.setattr(actors, "DAEMON_EXIT_SECONDS", 0.0)
-    placement = SimpleNamespace(rank_nodes=[0, 0], rank_options=lambda *_: {})
-    cluster = SimpleNamespace(node_names={0: "here"})
     log = tmp_path / "logs" / "trainer-1.log"
     log.parent.mkdir()
     log.write_text("from an earlier attempt\n")
-    group = TrainerGroup(
-        CONFIG.replace(trainer_num_workers=2), cast(Placement, placement), tmp_path, cast(Cluster, cluster)
-    )
+    group = group_of(monkeypatch, [FailingRank(compiled), ExitedRank(compiled)], tmp_path)
     with log.open("a") as file:
         file.write("loading the model\n")
     return group

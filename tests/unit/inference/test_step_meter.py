@@ -34,7 +34,6 @@ def test_busy_is_the_time_with_a_step_scheduled_and_not_finished(tmp_path: Path)
         clock.advance(0.25)
         meter.finished(tokens, running=2)
     reading = read_meter(tmp_path / "steps")
-    assert reading is not None
     assert (reading.busy_seconds, reading.steps, reading.tokens, reading.running) == (0.5, 2, 42, 2)
 
 
@@ -44,7 +43,6 @@ def test_steps_that_began_requests_are_counted_among_all_steps(tmp_path: Path) -
         meter.scheduled()
         meter.finished(8, running=4, began=began)
     reading = read_meter(tmp_path / "steps")
-    assert reading is not None
     assert (reading.steps, reading.beginning_steps, reading.running, reading.tokens) == (4, 2, 4, 32)
 
 
@@ -60,7 +58,6 @@ def test_steps_that_overlap_count_their_time_once(tmp_path: Path) -> None:
     clock.advance(1.0)
     meter.finished(1, running=0)
     reading = read_meter(tmp_path / "steps")
-    assert reading is not None
     assert (reading.busy_seconds, reading.steps) == (7.0, 4)
 
 
@@ -68,8 +65,6 @@ def test_the_current_step_counts_up_to_the_reading(tmp_path: Path) -> None:
     meter = StepMeter(tmp_path / "steps")
     meter.scheduled()
     first, second = read_meter(tmp_path / "steps"), read_meter(tmp_path / "steps")
-    assert first is not None
-    assert second is not None
     assert 0 <= first.busy_seconds < second.busy_seconds
     assert second.busy_seconds - first.busy_seconds == pytest.approx(second.clock - first.clock)
 
@@ -80,7 +75,6 @@ def test_a_new_engine_begins_with_zeros_and_a_missing_one_has_no_reading(tmp_pat
     for _ in range(2):
         meter = StepMeter(path)
         reading = read_meter(path)
-        assert reading is not None
         assert (reading.busy_seconds, reading.steps) == (0.0, 0)
         meter.scheduled()
         meter.finished(1, 1)
@@ -93,7 +87,6 @@ def test_an_engine_killed_during_a_step_does_not_stay_busy(tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", code, str(tmp_path / "steps")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
-        assert engine.stdout is not None
         assert engine.stdout.readline() == "scheduled\n"
         assert read_meter(tmp_path / "steps") is not None
         engine.kill()
@@ -181,6 +174,5 @@ async def test_without_a_meter_and_on_other_routes_answers_pass_through(tmp_path
 def test_readings_lose_nothing_as_text(tmp_path: Path) -> None:
     StepMeter(tmp_path / "steps")
     reading = read_meter(tmp_path / "steps")
-    assert reading is not None
     clock = next(each for each in parse(metrics_text(reading).decode(), 0.0) if "clock" in each.name)
     assert clock.value == reading.clock

@@ -213,7 +213,6 @@ def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path):
     command = launch(tmp_path)
     module, _, name = value_of(command, "--scheduler-cls").rpartition(".")
     spec = importlib.util.find_spec(module)
-    assert spec is not None
     assert f"def {name}(" in Path(str(spec.origin)).read_text()
     assert command.environment[STEP_METER_VARIABLE] == str(tmp_path / "steps-8100")
 
@@ -233,7 +232,6 @@ def test_shape_of_a_nested_and_of_an_absent_model(tmp_path):
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": sizes}))
     shape = shape_of(str(tmp_path))
-    assert shape is not None
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
     assert shape_of("someone/some-model") is None
 

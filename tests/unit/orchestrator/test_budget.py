@@ -50,7 +50,6 @@ def test_a_run_ends_exactly_when_more_than_the_share_of_its_samples_failed(num_g
     if first is None:
         assert end is None
     else:
-        assert end is not None
         assert end[0] == num_good + first
         assert f"'bad' failed {first} of its last {num_good + first} samples" in end[1]
 
@@ -59,14 +58,12 @@ def test_only_the_newest_samples_count():
     few = ["failure"] * (MIN_FAILURES - 1)
     assert fate([*few, *["sample"] * WINDOW, *few], 0.001) is None
     end = fate(["sample"] * 10 * WINDOW + ["failure"] * 200, 0.2)
-    assert end is not None
     assert f"failed 103 of its last {WINDOW} samples" in end[1]
     assert "103 x boom" in end[1]
 
 
 def test_a_budget_of_zero_ends_at_the_first_failure():
     end = fate(["sample"] * 100 + ["failure"], 0.0)
-    assert end is not None
     assert "failed 1 of its last 101 samples, more than environment_error_budget = 0." in end[1]
 
 

@@ -67,6 +67,10 @@ class Saving:
         for step in range(1, last + 1):
             await self.checkpointer.after_step(step, lambda step=step: RunState(step=step))
 
+    async def written(self, last: int) -> None:
+        await self.steps(last)
+        await self.checkpointer.wait()
+
 
 async def test_every_nth_step_and_the_last_one_are_saved(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=2)
@@ -104,8 +108,7 @@ async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_pa
 @pytest.mark.parametrize("fails", ["error", "copy_error"])
 async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
     saving = Saving(tmp_path, checkpoint_every=1)
-    await saving.steps(1)
-    await saving.checkpointer.wait()
+    await saving.written(1)
     setattr(saving.trainer, fails, OSError(28, "No space left on device"))
     await saving.checkpointer.after_step(2, lambda: RunState(step=2))
     await saving.checkpointer.wait()
@@ -122,8 +125,7 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
 async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path, slow):
     saving = Saving(tmp_path, checkpoint_every=1)
-    await saving.steps(1)
-    await saving.checkpointer.wait()
+    await saving.written(1)
     saving.seconds_left = 0.0 if slow == "the step before" else 0.05
     if slow == "the copy":
         saving.trainer.copying = asyncio.Event()
@@ -157,14 +159,12 @@ def test_the_newest_and_the_multiples_are_kept(steps, keep_last, keep_every):
 
 async def test_old_checkpoints_are_removed(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=2, checkpoint_keep_every=3)
-    await saving.steps(7)
-    await saving.checkpointer.wait()
+    await saving.written(7)
     assert saving.folder.steps() == [3, 6, 7]
 
 
 async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_checkpoints(tmp_path):
-    await (first := Saving(tmp_path, checkpoint_every=1)).steps(4)
-    await first.checkpointer.wait()
+    await Saving(tmp_path, checkpoint_every=1).written(4)
     again = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=1)
     again.folder.continue_after(2)
     assert again.folder.steps() == [1, 2]
@@ -193,16 +193,14 @@ async def test_the_state_is_read_back(tmp_path):
 async def test_a_missing_checkpoint_is_refused_with_those_that_exist(tmp_path, wanted, message):
     saving = Saving(tmp_path, checkpoint_every=1)
     if wanted is not True:
-        await saving.steps(2)
-        await saving.checkpointer.wait()
+        await saving.written(2)
     with pytest.raises(UserError, match=message):
         saving.folder.load(wanted)
 
 
 async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1)
-    await saving.steps(1)
-    await saving.checkpointer.wait()
+    await saving.written(1)
     path = saving.folder.folder_of(1) / STATE
     replace_json(path, {**read_json(path), "version": 99})
     with pytest.raises(UserError, match=rf"version 99.*version {STATE_VERSION}"):

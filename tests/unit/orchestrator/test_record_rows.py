@@ -40,7 +40,6 @@ def some_tokens(sample_id: str) -> SampleTokens:
 
 def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     kept, masked = sample(0, 0.5, lengths=(3, 2), version=4, correct=1.0), sample(1, None, lengths=())
-    assert kept.reward is not None
     kept.reward.info_turns[:] = [{"guess": "crane", "colors": ["grey", "green"]}, {"turn": 4, "correct": 1.0}]
     call = {"name": "add", "arguments": '{"a": 1}', "result": "3", "error": None, "sandbox": "s1", "seconds": 0.25}
     kept.turns[1].tool_calls = [call, {**call, "result": "Error: no", "error": "no"}]
@@ -74,7 +73,6 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
 
 def test_a_note_in_the_published_form_is_one_row() -> None:
     made = sample(1, 1.0)
-    assert made.reward is not None
     note = {"turn_order": 0, "info_key": "stderr", "info_value": "boom", "info_type": "error"}
     made.reward.info_turns[:] = [{"turn": 3, "guess": "a"}, note, {**note, "info_value": {"code": 1}, "turn_order": 2}]
     rows = [[row.get(key) for key in ("turn", "key", "value", "type")] for row in sample_rows.info_rows(made)]

@@ -80,11 +80,9 @@ def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled():
     first.routes_MXK = routes(1, 2, 3)  # of tokens 1, 2 and 10
     second.routes_MXK = routes(51, 52, 53, 4, 5, 6)  # of 1, 2, 10 again, 11, 3 and 12
     (train,) = sample.sequences()
-    assert train.routes_LXK is not None
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 0]
     second.routes_MXK = routes(5, 6)  # only of the newest tokens
     (train,) = sample.sequences()
-    assert train.routes_LXK is not None
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 2, 3, 0, 5, 6, 0]
 
 
@@ -93,5 +91,4 @@ def test_an_answer_without_routes_leaves_its_tokens_without_them():
     assert sample.sequences()[0].routes_LXK is None
     sample.turns[0].generation.routes_MXK = np.ones((3, 1, 2), np.uint8)
     (train,) = sample.sequences()
-    assert train.routes_LXK is not None
     assert train.routes_LXK[:, 0, 0].tolist() == [1, 1, 1, 0, 0, 0]

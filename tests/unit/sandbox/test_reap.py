@@ -38,13 +38,11 @@ def add_of_another_node(ledger: SandboxLedger) -> None:
 
 
 def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedger, capsys: pytest.CaptureFixture[str]):
-    assert run.path is not None
     assert main(["sandbox", "reap", str(run.path.parent)]) == 0
     assert not Service.alive and "1 sandboxes destroyed: service noted" in capsys.readouterr().out
 
 
 def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLedger):
-    assert run.path is not None
     run.path.unlink()
     add_of_another_node(run)
     assert main(["sandbox", "reap", str(run.path.parent), "--provider", SERVICE]) == 0
@@ -52,7 +50,6 @@ def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLed
 
 
 def test_a_run_reaps_when_it_starts_and_when_it_ends(run: SandboxLedger, monkeypatch: pytest.MonkeyPatch):
-    assert run.path is not None
     directory = SimpleNamespace(path=run.path.parent, recorder=SimpleNamespace(write=None))
     alive_at_start: list[set[str]] = []
 

@@ -61,9 +61,7 @@ def test_every_metric_and_gauge_is_documented(run: Run) -> None:
 
 def test_the_recorded_run_learns_loses_a_server_and_has_a_delayed_step(run: Run) -> None:
     summary = run.summary()
-    assert summary.reward_first is not None and summary.reward_last is not None
     assert summary.reward_last > summary.reward_first + 0.2
-    assert summary.heldout_before is not None and summary.heldout_after is not None
     assert summary.heldout_after > summary.heldout_before
     reported = [row["message"] for row in run.table("alerts").to_pylist() if row["kind"] == "server"]
     assert [word in " ".join(reported) for word in ("is down", "is back")] == [True, True]

@@ -168,7 +168,6 @@ def test_routes_follow_their_tokens_through_packing_and_truncation() -> None:
     one, other = make_sample(0, 5), make_sample(1, 3)
     one.routes_LXK = np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2)
     row = lay_out([other, one], pad_to_multiple_of=4)
-    assert row.routes_TXK is not None
     assert row.routes_TXK.shape == (8, 2, 2)
     np.testing.assert_array_equal(row.routes_TXK[3:], one.routes_LXK)
     assert not row.routes_TXK[:3].any()

@@ -29,7 +29,6 @@ async def test_a_daemon_thread_returns_values_and_errors_and_outlives_its_call()
 
     def start() -> subprocess.Popen[bytes]:
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert child.stdout is not None
         child.stdout.readline()
         return child
 

@@ -131,7 +131,6 @@ def test_a_model_that_computes_with_anything_but_its_parameters_has_no_staging_b
     else:
         model.layer.weight.data = torch.empty(0)
     reason = why_in_place(model)
-    assert reason is not None
     assert ("layer" in reason) or kind in reason
     with pytest.raises(ValueError, match="cannot have staging buffers"):
         StagingBuffers(model)
@@ -148,7 +147,6 @@ def test_the_reasons_do_not_fill_the_screen() -> None:
     for layer in model:
         layer.quant_method = SimpleNamespace()
     reason = why_in_place(model)
-    assert reason is not None
     assert reason.endswith("and 37 more")
 
 
