@@ -171,9 +171,7 @@ def test_a_model_whose_heads_cannot_be_shared_is_refused_when_it_is_loaded(num_r
 
 
 def test_a_row_is_padded_by_a_segment_of_its_own():
-    row = MicroBatch(
-        *(np.arange(5) for _ in range(7)), cu_seqlens=np.array([0, 2, 5], dtype=np.int32)
-    )  # fmt: skip
+    row = MicroBatch(*(np.arange(5) for _ in range(7)), cu_seqlens=np.array([0, 2, 5], dtype=np.int32))
     token_ids_T, position_ids_T, cu_seqlens = pad_row(row, 4)
     assert token_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert position_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]

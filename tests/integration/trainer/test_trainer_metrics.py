@@ -169,9 +169,7 @@ def test_the_gradient_norm_is_the_mean_over_optimizer_steps(one_rank):
     samples = make_samples(LENGTHS)
 
     def norm(part: list[Any], num_minibatches: int) -> float:
-        (mine,) = pack_step(
-            part, step=0, version=0, seq_len=64, num_ranks=1, num_minibatches=num_minibatches
-        )  # fmt: skip
+        (mine,) = pack_step(part, step=0, version=0, seq_len=64, num_ranks=1, num_minibatches=num_minibatches)
         return trainer.train_step(mine).metrics["grad_norm"]
 
     both = [norm(samples[:4], 1), norm(samples[4:], 1)]

@@ -28,9 +28,7 @@ LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
 
 
 def packed(samples: list[TrainSample], *, step: int = 0, version: int = 0, num_minibatches: int = 1) -> StepInput:
-    (mine,) = pack_step(
-        samples, step=step, version=version, seq_len=64, num_ranks=1, num_minibatches=num_minibatches
-    )  # fmt: skip
+    (mine,) = pack_step(samples, step=step, version=version, seq_len=64, num_ranks=1, num_minibatches=num_minibatches)
     return mine
 
 

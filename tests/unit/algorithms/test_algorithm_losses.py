@@ -66,9 +66,7 @@ def test_loss_and_gradient_equal_the_formula(name, seed, bounds):
     assert found.shape == tokens.logp_N.shape
     wanted = reference_sum(name, tokens, config)
     torch.testing.assert_close(found.sum(), wanted, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(
-        grad(found.sum(), tokens.logp_N), grad(wanted, tokens.logp_N), rtol=1e-12, atol=1e-14
-    )  # fmt: skip
+    torch.testing.assert_close(grad(found.sum(), tokens.logp_N), grad(wanted, tokens.logp_N), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gspo"])

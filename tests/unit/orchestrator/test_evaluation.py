@@ -135,9 +135,7 @@ async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> No
 async def test_items_of_a_separate_eval_are_never_trained_whatever_its_name(shares: bool) -> None:
     # The same dataset under two names: only the items' identity is equal.
     name = "arithmetic" if shares else "sums under another name"
-    config = config_of(
-        number_of_steps=20, evals=[{"name": name, "num_samples": 40, "separate_eval_samples": True}]
-    )  # fmt: skip
+    config = config_of(number_of_steps=20, evals=[{"name": name, "num_samples": 40, "separate_eval_samples": True}])
     evaluation = await evaluation_of(config)
     run = InMemoryRun(config, held_out=evaluation.held_out_uids, first_index=evaluation.num_reserved("arithmetic"))
     await run.run()

@@ -291,9 +291,7 @@ async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> No
     environments.grade = lambda index: float(index < 9)
     await second.train(until=4)
     await second.ended()
-    assert [result.gain and result.gain.mean for result in second.evaluation.results] == [
-        None, 0.25, 0.75, 0.75
-    ]  # fmt: skip
+    assert [result.gain and result.gain.mean for result in second.evaluation.results] == [None, 0.25, 0.75, 0.75]
 
 
 def test_an_attempt_knows_which_evals_earlier_ones_have_finished(tmp_path: Any) -> None:

@@ -76,9 +76,7 @@ def test_a_note_in_the_published_form_is_one_row() -> None:
     note = {"turn_order": 0, "info_key": "stderr", "info_value": "boom", "info_type": "error"}
     made.reward.info_turns[:] = [{"turn": 3, "guess": "a"}, note, {**note, "info_value": {"code": 1}, "turn_order": 2}]
     rows = [[row.get(key) for key in ("turn", "key", "value", "type")] for row in sample_rows.info_rows(made)]
-    assert rows == [
-        [3, "guess", "a", None], [0, "stderr", "boom", "error"], [2, "stderr", '{"code": 1}', "error"],
-    ]  # fmt: skip
+    assert rows == [[3, "guess", "a", None], [0, "stderr", "boom", "error"], [2, "stderr", '{"code": 1}', "error"]]
 
 
 def test_a_reply_keeps_what_the_environment_calls_it() -> None:

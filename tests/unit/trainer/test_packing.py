@@ -63,9 +63,7 @@ def test_samples_that_do_not_share_a_row_fill_no_more_than_a_row_when_padded(len
 @given(lengths_strategy, st.integers(1, 4), st.integers(1, 3))
 def test_ranks_have_equal_micro_batch_counts_and_global_denominators(lengths, num_ranks, num_minibatches):
     samples = [make_sample(i, length, group=i // 4) for i, length in enumerate(lengths)]
-    inputs = pack_step(
-        samples, step=3, version=2, seq_len=64, num_ranks=num_ranks, num_minibatches=num_minibatches
-    )  # fmt: skip
+    inputs = pack_step(samples, step=3, version=2, seq_len=64, num_ranks=num_ranks, num_minibatches=num_minibatches)
     assert len(inputs) == num_ranks
     for parts in zip(*(each.minibatches for each in inputs), strict=True):
         assert len({len(part.micro_batches) for part in parts}) == 1
@@ -95,9 +93,7 @@ def test_rows_are_as_few_as_first_fit_needs_rounded_up_to_the_ranks(lengths, num
 def test_a_typical_batch_is_even_between_ranks_and_has_no_dummy():
     rng = np.random.default_rng(0)
     samples = [make_sample(i, int(n), group=i // 8) for i, n in enumerate(rng.lognormal(6.5, 0.6, 128).clip(2, 4096))]
-    stats = packing_stats(
-        pack_step(samples, step=0, version=0, seq_len=4096, num_ranks=4, pad_to_multiple_of=64)
-    )  # fmt: skip
+    stats = packing_stats(pack_step(samples, step=0, version=0, seq_len=4096, num_ranks=4, pad_to_multiple_of=64))
     assert stats["packing/dummy_share"] == 0.0
     assert stats["packing/padding_share"] < 0.02
     assert stats["packing/imbalance"] < 1.05
