@@ -140,13 +140,10 @@ def test_a_run_is_stalled_after_ten_usual_steps_and_five_minutes(silence, usual,
     assert found is None or (found.level == "error" and "No step has ended" in found.text)
 
 
-@pytest.mark.parametrize(
-    ("free", "total", "level"),
-    [
-        (50 * GIB, 2000 * GIB, None), (3 * GIB, 40 * GIB, None), (15 * GIB, 1000 * GIB, "warning"),
-        (1.5 * GIB, 40 * GIB, "warning"), (0.5 * GIB, 2 * GIB, "error"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("free", "total", "level"), [
+    (50 * GIB, 2000 * GIB, None), (3 * GIB, 40 * GIB, None), (15 * GIB, 1000 * GIB, "warning"),
+    (1.5 * GIB, 40 * GIB, "warning"), (0.5 * GIB, 2 * GIB, "error"),
+])  # fmt: skip
 def test_a_disk_is_nearly_full_by_share_and_bytes(free, total, level):
     found = rules.disk(free, total, "runs/demo")
     assert (found and found.level) == level

@@ -37,13 +37,10 @@ def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third(
     assert only["text"] == "countdown: 17.8 % (15.0 to 21.0) before training."
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.5, 1e-4, 1e-4]}),
-        ("truncated", {rules.TRUNCATED: [90.0] * 10}), ("reward", {rules.REWARD: [0.05] * 10}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changed"), [
+    ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.5, 1e-4, 1e-4]}),
+    ("truncated", {rules.TRUNCATED: [90.0] * 10}), ("reward", {rules.REWARD: [0.05] * 10}),
+])  # fmt: skip
 def test_a_finding_marks_the_cell_of_its_metric_alone(name: str, changed: dict[str, list[float | None]]) -> None:
     seen = history(changed)
     found = rules.findings(seen)

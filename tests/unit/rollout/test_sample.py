@@ -254,9 +254,7 @@ async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detect
     assert not bench.environments.open
 
 
-@pytest.mark.parametrize(
-    ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("slot", [[7]])]
-)  # fmt: skip
+@pytest.mark.parametrize(("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("slot", [[7]])])
 async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(wait, sampled):
     reason = "abort" if wait == "engine" else "stop"
     bench = Bench(

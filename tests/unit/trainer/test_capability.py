@@ -41,25 +41,22 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path, monkeyp
         choose_execution(folder, 16, plain_too=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "length", "words"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 8, "type dynamic"),
-        ("cohere2", {"sliding_window": 64}, 65, "Lower max_model_len to 64 or less"),
-        (
-            "phi3",
-            {
+@pytest.mark.parametrize(("name", "fields", "length", "words"), [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 8, "type dynamic"),
+    ("cohere2", {"sliding_window": 64}, 65, "Lower max_model_len to 64 or less"),
+    (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
                 "original_max_position_embeddings": 64,
-                "rope_parameters": {
-                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
-                    "original_max_position_embeddings": 64,
-                },
             },
-            65,
-            "Lower max_model_len to 64 or less",
-        ),
-    ],
-)  # fmt: skip
+        },
+        65,
+        "Lower max_model_len to 64 or less",
+    ),
+])  # fmt: skip
 def test_lengths_at_which_trainer_and_engine_differ_are_refused_and_shorter_ones_are_not(
     tmp_path, name, fields, length, words
 ):

@@ -24,13 +24,10 @@ def test_a_name_that_resembles_none_gets_no_suggestion(typed: str) -> None:
     assert did_you_mean(typed, FIELDS) == ""
 
 
-@pytest.mark.parametrize(
-    ("typed", "misspelled"),
-    [
-        ("learning_rat", True), ("Weight_Decay", True), ("warmup_stesp", True), ("modes", True),
-        ("warmup", False), ("lr", False), ("cooldown_steps", False), ("", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "misspelled"), [
+    ("learning_rat", True), ("Weight_Decay", True), ("warmup_stesp", True), ("modes", True), ("warmup", False),
+    ("lr", False), ("cooldown_steps", False), ("", False),
+])  # fmt: skip
 def test_a_misspelling_is_nearer_than_a_suggestion(typed: str, misspelled: bool) -> None:
     assert is_misspelled(typed, FIELDS) == misspelled
 
