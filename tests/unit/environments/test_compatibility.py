@@ -47,14 +47,9 @@ PUBLISHED_NAMES = re.findall(
 )
 
 
-@pytest.mark.parametrize("name", PUBLISHED_NAMES)
-def test_the_package_exports_the_published_names(name):
-    assert name in telescope.environments.__all__
-    assert getattr(telescope.environments, name) is not None
-
-
-def test_the_package_exports_nothing_else():
+def test_the_package_exports_the_published_names_and_nothing_else():
     assert sorted(telescope.environments.__all__) == sorted(PUBLISHED_NAMES)
+    assert all(getattr(telescope.environments, name) is not None for name in PUBLISHED_NAMES)
     with pytest.raises(AttributeError, match="no attribute 'Enviroment'"):
         telescope.environments.Enviroment  # noqa: B018
 
@@ -154,11 +149,6 @@ def test_env_response_sees_an_answer_that_was_cut_off():
 def test_an_empty_response_does_not_end_a_rollout():
     state, responses = play(Recorded(), Sample("Go.", "right"), "quiet", "right")
     assert (state.num_turns, responses) == (2, [[]])
-
-
-def test_the_default_is_done_ends_at_max_turns_with_the_published_reason():
-    state, _ = play(Recorded(max_turns=2), Sample("Go.", "right"), "a", "b", "c")
-    assert (state.num_turns, state.stop_reason) == (2, "max_turns_reached")
 
 
 @pytest.mark.parametrize("max_turns", [0, -1])
@@ -345,8 +335,7 @@ def test_a_prompt_is_the_system_message_then_instruction_and_question_then_the_o
     environment = Question(system_prompt="S", instruction_prompt="I", add_thinking_prefix=True)
     assert environment.format_prompt("q", Template()) == "[system]S[user]I\n\nq[assistant]<think>"
     assert environment.format_prompt("q", Template(), add_thinking_prefix=False) == "[system]S[user]I\n\nq[assistant]"
-    bare = Question().format_prompt("q", Template(), None, {"enable_thinking": False})
-    assert bare == "[user]q[-]"
+    assert Question().format_prompt("q", Template(), None, {"enable_thinking": False}) == "[user]q[-]"
 
 
 # Evals

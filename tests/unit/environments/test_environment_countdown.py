@@ -48,9 +48,7 @@ def test_solutions_earn_the_full_reward(seed, operations):
 def test_dataset_is_a_function_of_the_seed():
     first, again, other = (countdown(seed=seed) for seed in (1, 1, 2))
     uids = [[sample_uid(environment.get_sample(i)) for i in range(50)] for environment in (first, again, other)]
-    assert uids[0] == uids[1]
-    assert uids[0] != uids[2]
-    assert len(set(uids[0])) == 50
+    assert uids[0] == uids[1] != uids[2] and len(set(uids[0])) == 50
 
 
 def test_a_longer_dataset_begins_with_the_shorter_one():
@@ -64,12 +62,11 @@ def test_held_out_puzzles_are_in_no_training_set_for_any_seed():
     shared = {sample_uid(held_out.get_sample(i)) for i in range(500)}
     shared &= {sample_uid(train.get_sample(i)) for i in range(1500)}
     assert shared == set()
-
-    def puzzles(environment):
-        samples = [environment.get_sample(i).metadata for i in range(len(environment))]
-        return {(*sorted(sample["numbers"]), sample["target"]) for sample in samples}
-
-    assert puzzles(held_out) & puzzles(train) == set()
+    puzzles = [
+        {(*sorted(sample.metadata["numbers"]), sample.metadata["target"]) for sample in environment._loaded()}
+        for environment in (held_out, train)
+    ]
+    assert puzzles[0] & puzzles[1] == set()
 
 
 @given(st.permutations([3, 7, 12, 5]), st.integers(1, 100))
@@ -108,14 +105,16 @@ def test_answers_are_judged_by_value_numbers_and_form(completion, correct, well_
     assert metrics(completion) == {"correct": correct, "format": well_formed}
 
 
-def test_a_number_must_be_used_as_often_as_given():
-    assert metrics("<answer>5+5+1</answer>", (5, 5, 1), 11)["correct"] == 1
-    assert metrics("<answer>5+5+1</answer>", (5, 1, 1), 11)["correct"] == 0
-
-
-def test_forbidden_operations_make_an_answer_wrong():
-    assert metrics("<answer>3*4</answer>", (3, 4), 12)["correct"] == 1
-    assert metrics("<answer>3*4</answer>", (3, 4), 12, operations="+-") == {"correct": 0.0, "format": 1.0}
+@pytest.mark.parametrize(
+    ("answer", "numbers", "target", "options", "correct"),
+    [
+        ("5+5+1", (5, 5, 1), 11, {}, 1), ("5+5+1", (5, 1, 1), 11, {}, 0),
+        ("3*4", (3, 4), 12, {}, 1), ("3*4", (3, 4), 12, {"operations": "+-"}, 0),
+    ],
+)  # fmt: skip
+def test_a_number_is_used_as_often_as_given_by_allowed_operations(answer, numbers, target, options, correct):
+    found = metrics(f"<answer>{answer}</answer>", numbers, target, **options)
+    assert found == {"correct": correct, "format": 1}
 
 
 def test_weights_change_the_reward_and_not_the_metrics():
@@ -142,8 +141,7 @@ def test_short_prompts_are_bare_and_full_ones_explain():
 
 def test_prompts_may_be_replaced_or_null():
     bare = countdown(system_prompt=None, instruction_prompt=None)
-    assert [message["role"] for message in bare.build_messages("q")] == ["user"]
-    assert bare.build_messages("q")[0]["content"] == "q"
+    assert bare.build_messages("q") == [{"role": "user", "content": "q"}]
     own = countdown(prompt_style="short", system_prompt="S", instruction_prompt="I")
     assert [message["content"] for message in own.build_messages("q")] == ["S", "I\n\nq"]
 
@@ -164,18 +162,6 @@ def test_prompts_may_be_replaced_or_null():
 def test_invalid_arguments_name_the_field_the_value_and_the_fix(kwargs, words):
     with pytest.raises(UserError, match=words):
         len(CountdownEnvironment(**{"dataset": "generated", **kwargs}))
-
-
-def test_auto_falls_back_to_generated_puzzles_and_reports_why(monkeypatch, caplog):
-    def unreachable(*_):
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr(CountdownEnvironment, "_load_hub", unreachable)
-    environment = CountdownEnvironment(dataset="auto", num_samples=3)
-    assert len(environment) == 3
-    assert "no route to the hub" in caplog.text
-    with pytest.raises(ConnectionError):
-        len(CountdownEnvironment(dataset="hub", num_samples=3))
 
 
 def test_hub_rows_become_samples_of_the_portion(monkeypatch):

@@ -1,10 +1,11 @@
 """Expressions are parsed and evaluated exactly, and any other text is refused."""
 
 import contextlib
+import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from telescope.environments.countdown.puzzles import ExpressionError, parse
@@ -24,14 +25,11 @@ from telescope.environments.countdown.puzzles import ExpressionError, parse
         ("(1/3 + 1/6) * 2", 1),
         ("3 \u00d7 4 \u00f7 2 \u2212 1", 5),
         ("\n( 4 )\t", 4),
+        ("(1/49)*49", 1),  # 0.9999999999999999 in floats
     ],
 )
 def test_arithmetic_is_exact_with_the_usual_precedence(text, value):
     assert parse(text).value() == value
-
-
-def test_division_that_floats_get_wrong_is_exact():
-    assert parse("(1/49)*49").value() == 1  # 0.9999999999999999 in floats
 
 
 @pytest.mark.parametrize(
@@ -87,11 +85,6 @@ def test_everything_outside_the_grammar_is_refused(text):
         parse(text)
 
 
-def test_division_by_zero_is_its_own_error():
-    with pytest.raises(ZeroDivisionError):
-        parse("1/(2-2)").value()
-
-
 @given(st.text(max_size=600))
 def test_any_text_is_parsed_or_refused(text):
     with contextlib.suppress(ExpressionError, ZeroDivisionError):
@@ -100,13 +93,11 @@ def test_any_text_is_parsed_or_refused(text):
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=520))
 def test_any_text_of_valid_characters_is_parsed_or_refused(text):
-    try:
+    with contextlib.suppress(ExpressionError, ZeroDivisionError):
         expression = parse(text)
         value = expression.value()
-    except (ExpressionError, ZeroDivisionError):
-        return
-    digits = 9 * len(expression.numbers)
-    assert value.numerator.bit_length() + value.denominator.bit_length() <= 8 * digits + 64
+        digits = 9 * len(expression.numbers)
+        assert value.numerator.bit_length() + value.denominator.bit_length() <= 8 * digits + 64
 
 
 _EXPRESSIONS = st.recursive(
@@ -117,25 +108,13 @@ _EXPRESSIONS = st.recursive(
 
 
 @given(_EXPRESSIONS)
+@example("1/(2-2)")
 def test_values_agree_with_exact_rational_arithmetic(text):
-    def evaluate(node: str) -> Fraction:
-        return eval(node)  # of an expression that this test made, over Fractions
-
-    over_fractions = "".join(f"Fraction({part})" if part.isdigit() else part for part in _split(text))
+    over_fractions = re.sub(r"(\d+)", r"Fraction(\1)", text)
     try:
-        expected = evaluate(over_fractions)
+        expected = eval(over_fractions)  # of an expression that this test made
     except ZeroDivisionError:
         with pytest.raises(ZeroDivisionError):
             parse(text).value()
         return
     assert parse(text).value() == expected
-
-
-def _split(text):
-    part = ""
-    for character in text:
-        if part and not (part.isdigit() and character.isdigit()):
-            yield part
-            part = ""
-        part += character
-    yield part

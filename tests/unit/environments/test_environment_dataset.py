@@ -77,10 +77,8 @@ def test_rows_of_other_trainers_are_recognized(tmp_path, caplog, suffix, row, fo
     sample = environment.get_sample(1)
     assert (len(environment), sample.prompt, sample.answer) == (2, prompt, answer)
     assert row.items() <= sample.metadata.items(), "all of a row"
-    assert (
-        f"rows{suffix} has {form}: 2 items, prompt in '{next(iter(row)) if row is not VERL else 'prompt'}'"
-        in caplog.text
-    )
+    column = "prompt" if row is VERL else next(iter(row))
+    assert f"rows{suffix} has {form}: 2 items, prompt in '{column}'" in caplog.text
     assert environment.check_gold(sample).problem is None
     assert reward_of(environment, rf"<think>\boxed{{9}}</think>It is \boxed{{{right}}}.") == {
         "reward": 1.0, "correct": 1.0, "format": 1.0,
@@ -151,9 +149,8 @@ def test_unusable_rows_are_left_out_and_refused_if_most_are(tmp_path, caplog, pr
     bad, good = {"prompt": prompt, "answer": answer}, {"prompt": "1?", "answer": 1}
     environment = made(write(tmp_path / "some.jsonl", [good, good, bad]))
     assert len(environment) == 2
-    assert re.search(
-        rf"unusable: 1 row, such as row 2 \(prompt in 'prompt', answer in 'answer'\): .*{message}", caplog.text
-    )
+    place = r"row 2 \(prompt in 'prompt', answer in 'answer'\)"
+    assert re.search(rf"unusable: 1 row, such as {place}: .*{message}", caplog.text)
     with pytest.raises(UserError, match=rf"most.jsonl: 2 of 3 rows cannot be used, such as row 1 .*{message}"):
         len(made(write(tmp_path / "most.jsonl", [good, bad, bad])))
 
@@ -222,11 +219,8 @@ def test_exact_compares_texts(tmp_path, completion, expected):
 def test_exact_keeps_golds_that_contain_a_form(tmp_path, gold):
     environment = made(write(tmp_path / "rows.json", [{"prompt": "?", "answer": gold}]), reward="exact")
     assert environment.check_gold(environment.get_sample(0)).problem is None
-    assert [reward_of(environment, f"<answer>{text}</answer>")["reward"] for text in (gold, "5", "a")] == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    for text, reward in ((gold, 1.0), ("5", 0.0), ("a", 0.0)):
+        assert reward_of(environment, f"<answer>{text}</answer>")["reward"] == reward
     rows = made(write(tmp_path / "gsm8k.json", [GSM8K]), reward="exact")
     assert reward_of(rows, "<answer>1,072</answer>")["reward"] == 1.0
 
@@ -280,9 +274,8 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     assert reward_of(made(path, reward="my_rewards:length"), "abc") == {"reward": 3.0, "length": 3.0}
     assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
     assert reward_of(made(path, reward="my_rewards:by_place"), "abc") == {"reward": 1.0, "by_place": 1.0}
-    with pytest.raises(
-        TypeError, match=r"the reward wrong at .*my_rewards.py:[0-9]+ returned .*good.* not a list of one number"
-    ):
+    problem = r"the reward wrong at .*my_rewards.py:[0-9]+ returned .*good.* not a list of one number"
+    with pytest.raises(TypeError, match=problem):
         reward_of(made(path, reward="my_rewards:wrong"), "abc")
     with pytest.raises(UserError, match=r"reward absent needs 'missing_column', .* It has: prompt, ground_truth, hint"):
         len(made(path, reward=f"{functions}:absent"))
@@ -359,10 +352,8 @@ def test_envs_try_lists_rows_with_their_golds(tmp_path, capsys):
     assert main(["envs", "try", "dataset", "--set", f"path={path}"]) == 0
     printed = capsys.readouterr().out
     assert "dataset, 22 items" in printed
-    assert [line.split("│")[1].strip() for line in printed.splitlines() if "1072" in line] == [
-        "0",
-        *map(str, range(2, 10)),
-    ]
+    rows = [line.split("│")[1].strip() for line in printed.splitlines() if "1072" in line]
+    assert rows == ["0", *map(str, range(2, 10))]
     assert "math-verify" in printed
 
 
@@ -378,16 +369,10 @@ def test_envs_try_names_the_line_of_a_reward_that_fails(tmp_path, capsys, body):
 
 
 TASKS = {
-    "math": (
-        "chain_sum",
-        "gcd",
-        "simple_equations",
-        "fraction_simplification",
-        "simple_integration",
-        "decimal_arithmetic",
-    ),
-    "exact": ("caesar_cipher", "spell_backward", "binary_matrix", "n_queens", "tower_of_hanoi", "knights_knaves"),
-}
+    "math": ["chain_sum", "gcd", "simple_equations", "fraction_simplification", "simple_integration",
+             "decimal_arithmetic"],
+    "exact": ["caesar_cipher", "spell_backward", "binary_matrix", "n_queens", "tower_of_hanoi", "knights_knaves"],
+}  # fmt: skip
 
 
 def test_procedural_tasks_are_answered_by_their_own_golds(tmp_path):

@@ -78,14 +78,17 @@ def test_code_runs_against_the_tests_of_its_row(tmp_path):
     assert reward["num_test_cases"] == 8
 
 
+def after_call(environment, name, arguments, answer):
+    """A rollout of one call and then an answer."""
+    answers = iter([f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>", answer])
+    return roll_out_item(environment, 0, lambda _: Answer(next(answers)))
+
+
 def test_tools_by_their_path_make_it_a_tool_environment(rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = made(rows, reward="exact", tools=["agents.py:look_up"], system_prompt="Be brief.", max_turns=3)
     assert isinstance(environment, ToolEnvironment) and environment.max_turns == 3
-    answers = iter(
-        ['<tool_call>{"name": "look_up", "arguments": {"word": "Paris"}}</tool_call>', "<answer>Paris</answer>"]
-    )
-    rollout = roll_out_item(environment, 0, lambda _: Answer(next(answers)))
+    rollout = after_call(environment, "look_up", {"word": "Paris"}, "<answer>Paris</answer>")
     system, user, _, result, _ = (message["content"] for message in rollout.messages)
     assert system.startswith("Be brief.") and "look_up" in system
     assert "<answer>" in user and user.endswith("Capital of France?")
@@ -98,10 +101,7 @@ def test_tools_by_their_path_make_it_a_tool_environment(rows, tmp_path, monkeypa
 def test_tools_in_a_sandbox_work_with_every_single_turn_environment():
     environment = get_environment("hendrycks_math", dataset="own", tools=["sandbox_python"], pool_size=1)
     gold = environment.get_sample(0).answer
-    answers = iter(
-        ['<tool_call>{"name": "sandbox_python", "arguments": {"code": "print(6*7)"}}</tool_call>', rf"\boxed{{{gold}}}"]
-    )
-    rollout = roll_out_item(environment, 0, lambda _: Answer(next(answers)))
+    rollout = after_call(environment, "sandbox_python", {"code": "print(6*7)"}, rf"\boxed{{{gold}}}")
     assert "stdout:\n42" in rollout.messages[-2]["content"]
     assert rollout.score["total_reward"] == 1.0
 

@@ -92,6 +92,9 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+GUESS = [user("Guess.")]
+
+
 def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
@@ -115,7 +118,7 @@ def sampled(made: Renderer, messages: list[dict[str, Any]], answer: str) -> list
 @pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
 def test_turns_join_token_by_token_as_the_template_writes_them(family: str) -> None:
     made = renderer(family)
-    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    dialogue, messages = Dialogue(made), GUESS
     ids = dialogue.begin(messages)
     for answer, reply in (("crane", "G Y X X G\n\ntry again"), ("I say slate, for its letters.", "G G"), ("done", "?")):
         tokens = sampled(made, messages, answer)
@@ -132,7 +135,7 @@ def test_turns_join_token_by_token_as_the_template_writes_them(family: str) -> N
 @pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
 def test_a_truncated_answer_is_ended_by_the_text_that_follows(family: str) -> None:
     made = renderer(family)
-    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    dialogue, messages = Dialogue(made), GUESS
     ids = dialogue.begin(messages)
     tokens = sampled(made, messages, "crane")[:-1]
     messages = [*messages, assistant("crane"), user("too long")]
@@ -144,7 +147,7 @@ def test_a_truncated_answer_is_ended_by_the_text_that_follows(family: str) -> No
 
 def test_sampled_ids_are_kept_even_if_the_text_tokenizes_differently() -> None:
     made = renderer("chatml")
-    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    dialogue, messages = Dialogue(made), GUESS
     dialogue.begin(messages)
     letters = [made.tokenizer.convert_tokens_to_ids(letter) for letter in "crane"]
     assert letters != sampled(made, messages, "crane")[:-1], "the model took another way to the same text"
@@ -159,7 +162,7 @@ def test_sampled_ids_are_kept_even_if_the_text_tokenizes_differently() -> None:
 @pytest.mark.parametrize("family", ["llama3", "gemma"])
 def test_an_answer_that_the_template_trims_is_kept_and_counted(family: str) -> None:
     made = renderer(family)
-    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue, messages = Dialogue(made), GUESS
     dialogue.begin(messages)
     end = made.tokenizer.eos_token_id
     seen = []
@@ -174,7 +177,7 @@ def test_an_answer_that_the_template_trims_is_kept_and_counted(family: str) -> N
 
 def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> None:
     made = renderer("llama3")
-    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue, messages = Dialogue(made), GUESS
     dialogue.begin(messages)
     other = made.tokenizer.bos_token_id
     extension = dialogue.extend("crane", [5, 6, other], [*messages, assistant("crane"), user("no")], ended=True)
@@ -185,7 +188,7 @@ def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> 
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_the_sampled_ids_stay_where_the_template_removes_reasoning(enable_thinking: bool) -> None:
     made = renderer("thinking", enable_thinking=enable_thinking)
-    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue, messages = Dialogue(made), GUESS
     ids = dialogue.begin(messages)
     text, seen = made.decode(ids, cut_end_token=False), []
     start = text[text.index("<|im_start|>assistant") :]
@@ -205,7 +208,7 @@ def test_the_sampled_ids_stay_where_the_template_removes_reasoning(enable_thinki
 @pytest.mark.parametrize("opens", [False, True])
 def test_reasoning_that_was_cut_off_is_closed(opens: bool) -> None:
     made = renderer("chatml")
-    dialogue, messages = Dialogue(made, thinking_prefix=opens), [user("Guess.")]
+    dialogue, messages = Dialogue(made, thinking_prefix=opens), GUESS
     dialogue.begin(messages)
     answer = "hm" if opens else "<think>\nhm"
     messages = [*messages, assistant(dialogue.opening + answer), user("no")]
@@ -216,7 +219,7 @@ def test_reasoning_that_was_cut_off_is_closed(opens: bool) -> None:
 
 def test_a_branch_goes_on_from_the_same_prompt_with_another_answer() -> None:
     made = renderer("mistral")
-    trunk, messages = Dialogue(made), [user("Guess.")]
+    trunk, messages = Dialogue(made), GUESS
     ids = trunk.begin(messages)
     for answer in ("crane", "slate"):
         branch, said = trunk.branch(), messages
@@ -228,14 +231,19 @@ def test_a_branch_goes_on_from_the_same_prompt_with_another_answer() -> None:
         assert joined == whole(made, said, prompt=True)
 
 
-def test_an_answer_that_the_template_leaves_out_starts_a_new_prompt() -> None:
+@pytest.mark.parametrize(
+    ("loop", "interleaved", "divergence"),
+    [("in messages if m.role == 'user' %}", True, Divergence.HISTORY), ("in messages %}", False, None)],
+    ids=["the template leaves out the answer", "not interleaved"],
+)
+def test_every_prompt_is_rendered_from_the_start(loop: str, interleaved: bool, divergence: Divergence | None) -> None:
     made = renderer("chatml")
-    made.tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if m.role == 'user' %}")
-    dialogue, messages = Dialogue(made), [user("Guess.")]
-    dialogue.begin(messages)
-    messages = [*messages, assistant("crane"), user("no")]
+    made.tokenizer.chat_template = CHATML.replace("in messages %}", loop)
+    dialogue = Dialogue(made, interleaved=interleaved)
+    dialogue.begin(GUESS)
+    messages = [*GUESS, assistant("crane"), user("no")]
     extension = dialogue.extend("crane", [5, 6], messages, ended=True)
-    assert (extension.restarts, extension.divergence) == (True, Divergence.HISTORY)
+    assert (extension.restarts, extension.divergence) == (True, divergence)
     assert extension.token_ids == whole(made, messages, prompt=True)
 
 
@@ -249,19 +257,9 @@ def test_an_environment_that_rewrites_the_conversation_starts_a_new_prompt() -> 
     assert extension.token_ids == whole(made, summary, prompt=True)
 
 
-def test_without_interleaving_every_prompt_is_rendered_from_the_start() -> None:
-    made = renderer("chatml")
-    dialogue, messages = Dialogue(made, interleaved=False), [user("Guess.")]
-    dialogue.begin(messages)
-    messages = [*messages, assistant("crane"), user("no")]
-    extension = dialogue.extend("crane", [5, 6], messages, ended=True)
-    assert (extension.restarts, extension.divergence) == (True, None)
-    assert extension.token_ids == whole(made, messages, prompt=True)
-
-
 def test_a_template_without_special_tokens_joins_at_its_text() -> None:
     made = renderer("plain")
-    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue, messages = Dialogue(made), GUESS
     ids = dialogue.begin(messages)
     tokens = made.encode_continuation("crane")
     messages = [*messages, assistant("crane"), user("no")]
@@ -285,4 +283,4 @@ def test_a_conversation_without_a_chat_template_is_refused() -> None:
     made = renderer("chatml")
     made.tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no chat template"):
-        Dialogue(made).begin([user("Guess.")])
+        Dialogue(made).begin(GUESS)

@@ -7,6 +7,7 @@ from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.hendrycks_math.environment import SUBJECTS
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
+from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 
@@ -115,10 +116,8 @@ def test_another_notation_is_accepted(answer, expected, problem):
 
 
 def test_problems_are_chosen_by_subject_level_and_seed():
-    assert {s.metadata["level"] for s in get_environment("hendrycks_math", dataset="own", levels=[2, 3])._loaded()} == {
-        2,
-        3,
-    }
+    chosen = get_environment("hendrycks_math", dataset="own", levels=[2, 3])._loaded()
+    assert {sample.metadata["level"] for sample in chosen} == {2, 3}
     for subject in SUBJECTS:
         assert len(get_environment("hendrycks_math", dataset="own", dataset_subset=subject)) >= 4
     first, again = (get_environment("hendrycks_math", dataset="own", seed=3)._loaded() for _ in range(2))
@@ -127,37 +126,27 @@ def test_problems_are_chosen_by_subject_level_and_seed():
         get_environment("hendrycks_math", dataset="own", dataset_subset="astrology").get_sample(0)
 
 
-def test_the_instruction_may_be_replaced_or_null(environment):
-    assert "\\boxed{}" in environment.build_messages("Q")[0]["content"]
-    assert get_environment("hendrycks_math", instruction_prompt=None).build_messages("Q")[0]["content"] == "Q"
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({}, f"{INSTRUCTION_PROMPT}\n\nQ"), ({"instruction_prompt": None}, "Q"),
+        ({"instruction_prompt": "Before.", "instruction_prompt_post": "\nAfter."}, "Before.\n\nQ\n\nAfter."),
+    ],
+)  # fmt: skip
+def test_an_instruction_stands_before_or_behind_the_problem_or_nowhere(kwargs, text):
+    assert get_environment("hendrycks_math", **kwargs).build_messages("Q")[0]["content"] == text
 
 
 def test_the_hubs_rows_become_samples(monkeypatch):
-    hub = serve_rows(
-        monkeypatch,
-        lambda name, subset, split: [
-            {"problem": f"P {subset}", "level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"},
-            {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"},
-        ],
-    )
+    unusable = {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"}
+    row = {"level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"}
+    hub = serve_rows(monkeypatch, lambda name, subset, split: [{"problem": f"P {subset}", **row}, unusable])
     samples = get_environment("hendrycks_math", dataset="hub")._loaded()
     assert [subset for _, subset, _ in hub.requested] == list(SUBJECTS)
     assert [(s.prompt, s.answer, s.metadata["level"]) for s in samples[:1]] == [("P algebra", "4", 4)]
     assert len(samples) == len(SUBJECTS)
 
 
-def test_a_dataset_without_its_columns_is_refused_with_those_that_it_has(monkeypatch):
-    serve_rows(monkeypatch, lambda *_: [{"prompt": "1 + 1?", "answer": "2"}])
-    expected = r"'someone/sums' \(split 'train'\) has no column problem or question\. It has: prompt, answer\."
-    with pytest.raises(UserError, match=expected):
-        get_environment("hendrycks_math", dataset_name="someone/sums").get_sample(0)
-
-
 def test_an_answer_of_zero_is_an_answer(monkeypatch):
     serve_rows(monkeypatch, lambda *_: [{"problem": "1 - 1?", "answer": 0}])
     assert get_environment("hendrycks_math", dataset_name="someone/sums").get_sample(0).answer == "0"
-
-
-def test_an_instruction_may_follow_the_problem():
-    environment = get_environment("hendrycks_math", instruction_prompt="Before.", instruction_prompt_post="\nAfter.")
-    assert environment.build_messages("Q")[0]["content"] == "Before.\n\nQ\n\nAfter."

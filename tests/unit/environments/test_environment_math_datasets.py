@@ -47,11 +47,17 @@ def test_deepscaler_rows_become_samples(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"), [("dapo_math", "prompt, reward_model"), ("deepscaler", "problem or question")]
+    ("name", "missing"),
+    [
+        ("dapo_math", "prompt, reward_model"),
+        *[(name, "problem or question") for name in ("deepscaler", "hendrycks_math")],
+    ],
 )
 def test_a_dataset_without_its_columns_is_refused(monkeypatch, name, missing):
     serve_rows(monkeypatch, lambda *_: [{"text": "1 + 1?", "answer": "2"}])
-    with pytest.raises(UserError, match=f"{name}: .*'a/b'.* has no column {missing}. It has: text, answer"):
+    with pytest.raises(
+        UserError, match=rf"{name}: .*'a/b' \(split 'train'\) has no column {missing}\. It has: text, ans"
+    ):
         get_environment(name, dataset_name="a/b").get_sample(0)
 
 
@@ -96,10 +102,8 @@ def test_rows_of_ones_own_keep_their_whole_prompt_and_an_answer_of_zero(monkeypa
 
 
 def test_a_hundred_rows_with_one_system_message_are_a_hundred_items(tmp_path):
-    rows = [
-        {"prompt": [SYSTEM, {"role": "user", "content": f"{n} - 1?"}], "reward_model": {"ground_truth": n - 1}}
-        for n in range(100)
-    ]
+    asked = [[SYSTEM, {"role": "user", "content": f"{n} - 1?"}] for n in range(100)]
+    rows = [{"prompt": prompt, "reward_model": {"ground_truth": n - 1}} for n, prompt in enumerate(asked)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = get_environment("dapo_math", dataset_name=str(tmp_path / "rows.jsonl"))
     assert [sample.answer for sample in environment._loaded()] == [str(n - 1) for n in range(100)]

@@ -3,15 +3,7 @@
 import pytest
 from tests.unit.environments.turns import play
 
-from telescope.environments.base import (
-    MultiTurnEnvironment,
-    RewardResult,
-    RolloutState,
-    Sample,
-    TrajectoryStep,
-)
-from telescope.environments.registry import make_environment
-from telescope.errors import UserError
+from telescope.environments.base import MultiTurnEnvironment, RewardResult, RolloutState, Sample, TrajectoryStep
 
 
 class Guess(MultiTurnEnvironment):
@@ -69,11 +61,6 @@ def test_states_of_two_rollouts_are_separate():
     first.trajectory.append(TrajectoryStep([], []))
     assert (second.custom, second.num_turns) == ({}, 0)
     assert RolloutState(Sample(""), "x").custom is not RolloutState(Sample(""), "x").custom
-
-
-def test_misspelled_arguments_are_refused():
-    with pytest.raises(UserError, match="Did you mean 'max_turns'"):
-        make_environment(Guess, "guess", {"max_turn": 3})
 
 
 @pytest.mark.parametrize(

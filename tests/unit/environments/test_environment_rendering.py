@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.errors import UserError
-from telescope.evals import Eval
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 BOS, EOS = 1000, 1001
@@ -81,14 +80,6 @@ def test_thinking_prefix_is_added_once():
     assert Question().format_prompt("q", FakeTokenizer(), add_thinking_prefix=True).endswith("[assistant]<think>")
     with_template = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(environment, "q")
     assert with_template.endswith("[assistant]<think>\n")
-
-
-def test_the_question_of_an_eval_goes_through_the_template_with_its_system_prompt():
-    class Benchmark(Eval):
-        system_prompt = "S"
-
-    text = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(Benchmark(), "q")
-    assert text == "<s>[system]S[user]q[assistant]<think>\n"
 
 
 def test_messages_keep_their_own_system_prompt():

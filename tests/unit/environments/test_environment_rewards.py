@@ -30,10 +30,7 @@ async def score(rubric, completion="4", **more):
 
 
 async def test_total_is_the_weighted_sum_and_metrics_are_the_returned_values():
-    rubric = Rubric()
-    rubric.add_reward(correct, weight=3.0)
-    rubric.add_reward(later, weight=-0.5)
-    rubric.add_metric(length)
+    rubric = Rubric().add_reward(correct, weight=3.0).add_reward(later, weight=-0.5).add_metric(length)
     result = await score(rubric)
     assert result.total_reward == 3.0 * 1.0 - 0.5 * 2.0
     assert result.sample_metrics == {"correct": 1.0, "later": 2.0, "length": 1.0}
@@ -88,13 +85,8 @@ async def test_a_function_that_raises_is_a_failure_and_never_a_zero():
 
 async def test_extras_are_merged_into_the_result():
     rubric = Rubric().add_reward(correct, golden_answer="answer")
-    result = await score(
-        rubric,
-        extra_sample_metrics={"words": 1.0},
-        extra_golden_answers={"unit": "apples"},
-        extra_info_turns=[{"turn": 0}],
-        extra_sample_tags={"kind": "sum"},
-    )
+    extras = {"extra_golden_answers": {"unit": "apples"}, "extra_info_turns": [{"turn": 0}]}
+    result = await score(rubric, extra_sample_metrics={"words": 1.0}, extra_sample_tags={"kind": "sum"}, **extras)
     assert result.sample_metrics == {"correct": 1.0, "words": 1.0}
     assert result.golden_answers == {"correct": "4", "unit": "apples"}
     assert (result.info_turns, result.sample_tags) == ([{"turn": 0}], {"kind": "sum"})
@@ -107,9 +99,7 @@ async def test_the_sample_is_that_of_the_state_when_none_is_given():
 
 
 def test_ranges_are_declared_as_an_environment_has_them():
-    rubric = Rubric()
-    rubric.add_reward(correct, range_min=0.0, range_max=1.0)
-    rubric.add_metric(length, range_min=0.0)
+    rubric = Rubric().add_reward(correct, range_min=0.0, range_max=1.0).add_metric(length, range_min=0.0)
     rubric.add_metric(later)
     rubric.add_metric(lambda: 0, name="errors", range_min=0, range_max=9, invert=True)
     assert rubric.metrics_ranges == {

@@ -65,14 +65,10 @@ async def test_each_player_of_self_play_has_a_conversation_and_a_reward_of_its_o
 
 async def test_an_opponent_plays_the_other_player_and_they_change():
     environment = make(TIC_TAC_TOE, opponent=f"{__name__}:first_free", seed=4)
-    for item, (moves, turns) in enumerate([(["[8]", "[7]", "[6]"], 5), (["[8]", "[7]", "[6]"], 6)]):
-        policy = Policy(**{"": moves})
+    for item, reward in enumerate((1.0, -1.0)):
+        policy = Policy(**{"": ["[8]", "[7]", "[6]"]})
         context, result = await play(environment, policy, item)
-        assert (result.total_reward, result.sample_metrics["num_turns"], context.chats) == (
-            (1.0, -1.0)[item],
-            turns - item,
-            {},
-        )
+        assert (result.total_reward, result.sample_metrics["num_turns"], context.chats) == (reward, 5, {})
         assert f"You are Player {item}" in policy.calls[0].messages[0]["content"]
 
 
@@ -81,9 +77,8 @@ async def test_one_player_has_one_conversation_and_the_seed_decides_the_game():
     games = [await play(environment, Policy(), item) for item in range(8)]
     again = [await play(environment, Policy(), item) for item in range(8)]
     assert [result for _, result in games] == [result for _, result in again]
-    assert (
-        len({result.sample_metrics["num_turns"] for _, result in games}) + len({r.total_reward for _, r in games}) > 2
-    )
+    turns, rewards = ({r.sample_metrics["num_turns"] for _, r in games}, {r.total_reward for _, r in games})
+    assert len(turns) + len(rewards) > 2
     assert not any(context.chats for context, _ in games)
 
 
@@ -95,10 +90,9 @@ async def test_the_shared_random_numbers_are_left_alone():
     assert random.random() == expected
 
 
-async def test_invalid_moves_and_answers_that_do_not_fit_lose():
-    _, result = await play(make(TIC_TAC_TOE), Policy(player_0=["[9]", "[9]"]))
-    assert (result.total_reward, result.sample_metrics["invalid"]) == (-1.0, 1.0)
-    _, result = await play(make(TIC_TAC_TOE), Refusing())
+@pytest.mark.parametrize("policy", [Policy(player_0=["[9]", "[9]"]), Refusing()], ids=["invalid move", "does not fit"])
+async def test_invalid_moves_and_answers_that_do_not_fit_lose(policy):
+    _, result = await play(make(TIC_TAC_TOE), policy)
     assert (result.total_reward, result.sample_metrics["invalid"]) == (-1.0, 1.0)
 
 

@@ -73,11 +73,14 @@ def everything(
 
 def test_schema_has_the_openai_form_with_types_defaults_and_descriptions():
     schema = func_to_tool_schema(everything)
-    assert schema["type"] == "function"
-    assert schema["function"]["name"] == "everything"
-    assert schema["function"]["description"] == "Take one of each."
-    properties = schema["function"]["parameters"]["properties"]
-    assert schema["function"]["parameters"]["required"] == ["number"]
+    function = schema["function"]
+    assert (schema["type"], function["name"], function["description"]) == (
+        "function",
+        "everything",
+        "Take one of each.",
+    )
+    properties = function["parameters"]["properties"]
+    assert function["parameters"]["required"] == ["number"]
     assert properties["number"] == {"type": "integer", "description": "how many there are"}
     assert properties["text"] == {"type": "string", "default": "x"}
     assert properties["maybe"] == {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None}

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from telescope.environments.user_code import describe_error, user_code_line
 
 HERE = Path(__file__)
@@ -27,30 +29,32 @@ def test_a_line_in_the_folder_of_the_environment_comes_first():
     assert Path(user_code_line(error, Path(json.__file__).parent)).name.startswith("decoder.py:")
 
 
-def test_an_error_without_a_traceback_or_with_odd_text_is_described():
-    assert describe_error(ValueError("\ud800")) == "ValueError: ?"
-    assert describe_error(SystemExit()) == "SystemExit"
-
-
 class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 
 
-def test_an_error_without_text_is_described_by_its_type():
-    assert describe_error(Unprintable()) == "Unprintable: (its __str__ raises RuntimeError)"
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("\ud800"), "ValueError: ?"),
+        (SystemExit(), "SystemExit"),
+        (Unprintable(), "Unprintable: (its __str__ raises RuntimeError)"),
+    ],
+    ids=["odd text", "no text", "text that raises"],
+)
+def test_an_error_without_a_traceback_is_described(error, text):
+    assert describe_error(error) == text
 
 
 def test_a_long_error_is_cut():
     text = describe_error(ValueError("x" * 5_000_000))
-    assert len(text) < 2_100
-    assert text.endswith("(5000012 characters in all)")
+    assert len(text) < 2_100 and text.endswith("(5000012 characters in all)")
 
 
 def test_the_first_error_of_a_group_is_described():
-    assert describe_error(ExceptionGroup("two", [ValueError("inner"), KeyError("other")])).endswith(
-        "first ValueError: inner"
-    )
+    group = ExceptionGroup("two", [ValueError("inner"), KeyError("other")])
+    assert describe_error(group).endswith("first ValueError: inner")
 
 
 def test_a_stop_iteration_is_described_with_its_own_line():

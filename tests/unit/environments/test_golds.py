@@ -59,7 +59,6 @@ def wrapped(cls: type[Eval], environment: Any) -> Eval:
 def test_the_share_of_bad_golds_decides_between_silence_a_report_and_a_refusal():
     assert report_golds("choice", Choice()) is None
     report = report_golds("choice", Choice(bad=100))
-    assert report is not None
     assert report.startswith(f"choice: no completion can equal the answer of 20 of the {MAX_CHECKED} items")
     assert "such as item 0, '?' (it is no letter); item 5, " in report
     for dataset in (Choice(bad=700), wrapped(Eval, Choice(bad=700))):

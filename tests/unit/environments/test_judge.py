@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -30,16 +31,23 @@ def usage():
     USAGE.reset(token)
 
 
+@contextlib.asynccontextmanager
+async def judging(answer, **settings):
+    """A judge whose server answers so, and its requests."""
+    with judge_server(answer) as (url, requests):
+        judge = Judge(**{"url": url, "model": "j", **settings})
+        yield judge, requests
+        await judge.close()
+
+
 async def test_criteria_are_graded_and_weighted(usage):
     def answer(body):
         found = json.loads(grades(body, 10))
         return json.dumps(found | {"criterion_2": 5, "criterion_3": 10})
 
-    with judge_server(answer) as (url, requests):
-        judge = Judge(url=url, model="j", price_in=2.0, price_out=10.0, sampling={"temperature": 0.0})
+    async with judging(answer, price_in=2.0, price_out=10.0, sampling={"temperature": 0.0}) as (judge, requests):
         criteria = {"It is right.": 3.0, "It is short.": 1.0, "It flatters.": -1.0}
         score = await judge.score("2 + 2?", "<think>Hm, five.</think>4", reference="four", criteria=criteria)
-        await judge.close()
     assert score == (3 * 1.0 + 1 * 0.5 - 1 * 1.0) / 4
     (request,) = requests
     prompt = request["messages"][0]["content"]
@@ -56,11 +64,9 @@ async def test_an_empty_answer_is_zero_without_a_judge():
 
 
 async def test_an_answer_cannot_close_the_marks_around_it():
-    with judge_server(lambda body: grades(body, 0)) as (url, requests):
-        judge = Judge(url=url, model="j")
+    async with judging(lambda body: grades(body, 0)) as (judge, requests):
         for answer in ("a", "b"):
             await judge.score("?", answer)
-        await judge.close()
     marks = [request["messages"][0]["content"].split("two marks ")[1][:12] for request in requests]
     assert len(set(marks)) == 2
 
@@ -70,8 +76,7 @@ async def test_equal_requests_are_asked_once(usage):
         time.sleep(0.05)
         return '{"n": 1}'
 
-    with judge_server(slowly) as (url, requests):
-        judge = Judge(url=url, model="j", cache_size=2)
+    async with judging(slowly, cache_size=2) as (judge, requests):
         at_once = await asyncio.gather(*(judge.ask("same", SCHEMA) for _ in range(5)))
         at_once[0]["n"] = 2
         assert await judge.ask("same", SCHEMA) == {"n": 1}
@@ -80,7 +85,6 @@ async def test_equal_requests_are_asked_once(usage):
         await judge.ask("same")
         await judge.ask("same", SCHEMA)
         assert len(requests) == 4, "model and schema count, and the oldest of three answers is forgotten"
-        await judge.close()
 
 
 async def test_a_cancelled_rollout_does_not_cancel_the_request_of_another():
@@ -88,13 +92,11 @@ async def test_a_cancelled_rollout_does_not_cancel_the_request_of_another():
         time.sleep(0.2)
         return "yes"
 
-    with judge_server(slowly) as (url, requests):
-        judge = Judge(url=url, model="j")
+    async with judging(slowly) as (judge, requests):
         first, second = (asyncio.create_task(judge.ask("same")) for _ in range(2))
         await asyncio.sleep(0.05)
         first.cancel()
         assert await second == "yes"
-        await judge.close()
     assert len(requests) == 1
 
 
@@ -109,38 +111,34 @@ async def test_at_most_max_concurrent_requests_are_open():
         open_now.pop()
         return "yes"
 
-    with judge_server(answer) as (url, _):
-        judge = Judge(url=url, model="j", max_concurrent=3)
+    async with judging(answer, max_concurrent=3) as (judge, _):
         await asyncio.gather(*(judge.ask(str(number)) for number in range(12)))
-        await judge.close()
     assert max(most) == 3
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
 async def test_a_server_that_fails_half_of_the_time_is_asked_again(usage, status):
     turn = itertools.count()
-    with judge_server(lambda _: (status, "busy", {"Retry-After": "0.01"}) if next(turn) % 2 == 0 else "ok") as (url, _):
-        judge = Judge(url=url, model="j")
+    async with judging(lambda _: (status, "busy", {"Retry-After": "0.01"}) if next(turn) % 2 == 0 else "ok") as (
+        judge,
+        _,
+    ):
         assert [await judge.ask(text) for text in "abc"] == ["ok"] * 3
-        await judge.close()
     assert (usage["judge/calls"], usage["judge/failures"]) == (3, 3)
 
 
 async def test_the_server_says_when_to_ask_again():
     turn = itertools.count()
-    with judge_server(lambda _: "ok" if next(turn) else (429, "slow down", {"Retry-After": "0.3"})) as (url, _):
-        judge, started_at = Judge(url=url, model="j"), time.monotonic()
+    async with judging(lambda _: "ok" if next(turn) else (429, "slow down", {"Retry-After": "0.3"})) as (judge, _):
+        started_at = time.monotonic()
         assert await judge.ask("a") == "ok"
-        await judge.close()
     assert time.monotonic() - started_at >= 0.3
 
 
 async def test_an_answer_that_does_not_fit_is_asked_for_again(usage):
     answers = iter(["no JSON", '{"n": "one"}', '<think>{"n": 3}</think>```json\n{"n": 7}\n```'])
-    with judge_server(lambda _: next(answers)) as (url, requests):
-        judge = Judge(url=url, model="j")
+    async with judging(lambda _: next(answers)) as (judge, requests):
         assert await judge.ask("How many?", SCHEMA) == {"n": 7}
-        await judge.close()
     assert usage["judge/failures"] == 2
     assert "'one' is not of type 'integer'" in requests[2]["messages"][0]["content"]
 
@@ -157,13 +155,15 @@ FAILURES = {
 @pytest.mark.parametrize(("answer", "reason"), FAILURES.values(), ids=FAILURES)
 async def test_a_failure_names_url_model_and_reason_and_is_not_remembered(answer, reason):
     is_broken = True
-    with judge_server(lambda body: answer(body) if is_broken else '{"n": 1}') as (url, _):
-        judge = Judge(url=url, model="grader", timeout_seconds=0.5 if "within" in reason else 30)
-        with pytest.raises(InfrastructureError, match=rf"the judge 'grader' at {url} failed: .*{reason}"):
+    async with judging(
+        lambda body: answer(body) if is_broken else '{"n": 1}',
+        model="grader",
+        timeout_seconds=0.5 if "within" in reason else 30,
+    ) as (judge, _):
+        with pytest.raises(InfrastructureError, match=rf"the judge 'grader' at {judge.url} failed: .*{reason}"):
             await judge.ask("a", SCHEMA)
         is_broken = False
         assert await judge.ask("a", SCHEMA) == {"n": 1}
-        await judge.close()
 
 
 async def test_a_judge_that_cannot_work_is_an_error_before_a_run(monkeypatch):
@@ -220,8 +220,6 @@ def test_a_judge_works_in_one_event_loop_after_another():
 async def test_agreement_compares_a_judge_with_labels():
     given = zip("ggggbbbb", [1] * 5 + [0] * 3, strict=True)
     rows = [{"question": "?", "answer": answer, "label": label} for answer, label in given]
-    with judge_server(lambda body: grades(body, 9 if "\ng\n" in body["messages"][0]["content"] else 1)) as (url, _):
-        judge = Judge(url=url, model="j")
+    async with judging(lambda body: grades(body, 9 if "\ng\n" in body["messages"][0]["content"] else 1)) as (judge, _):
         assert await agreement(judge, rows) == (0.875, pytest.approx(0.75))
         assert await agreement(judge, rows[:2]) == (1.0, 1.0)
-        await judge.close()
