@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -27,30 +28,29 @@ def test_the_command_alone_lists_the_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it has no runs
     code, out, _ = run(capsys)
     assert code == 0
-    for command in ("train", "config", "tiny-model", "runs", "query"):
-        assert command in out
+    assert all(command in out for command in ("train", "config", "tiny-model", "runs", "query"))
 
 
-def test_the_command_alone_shows_the_runs_of_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    opened: list[list[str]] = []
-    monkeypatch.setattr(ui, "run", lambda arguments: opened.append(arguments.places))
-    assert cli.main([]) == 0
-    assert opened == [[]]
-
-
-@pytest.mark.parametrize("arguments", [["trian"], ["config"], ["config", "explain", "learning_rte"], ["train", "x"]])
-def test_bad_input_exits_with_2(capsys, arguments):
-    code, _, err = run(capsys, *arguments)
-    assert code == 2
-    assert err
-
-
-def test_a_mistyped_command_names_the_nearest(capsys):
-    code, _, err = run(capsys, "tiny-modle", "--output", "x")
-    assert code == 2
-    assert "There is no command 'tiny-modle'. Did you mean 'tiny-model'?" in err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("trian", "There is no command 'trian'. Did you mean 'train'?"),
+        ("tiny-modle --output x", "There is no command 'tiny-modle'. Did you mean 'tiny-model'?"),
+        ("config", "the following arguments are required: ACTION"),
+        ("train x", "Unexpected argument 'x'"),
+        ("config explain learning_rte", "'learning_rate'"),
+        ("config explain beta", "kl_penalty_tau"),
+        ("config explain rollout.n", "'group_size'"),
+        ("config explain evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
+        ("config explain learning_rate.x", "learning_rate has no keys"),
+        ("config explain eval.num_samples", "Did you mean 'evals.num_samples'?"),
+        ("train --config run.yaml --gpu-memory-gib 80", "Add --dry-run, or omit --gpu-memory-gib"),
+    ],
+)
+def test_bad_input_exits_with_2_and_names_the_nearest(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert words in err
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,14 @@ def test_a_mistyped_command_names_the_nearest(capsys):
     ],
 )
 def test_errors_become_messages_and_exit_codes(capsys, monkeypatch, raised, code, words):
-    def fail(_):
-        raise raised
-
-    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=raised))
     got, _, err = run(capsys, "runs")
     assert got == code
     assert words in err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    def fail(_):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["runs"])
 
@@ -97,10 +91,20 @@ def test_arguments_of_train_are_separated_from_fields():
     assert build_parser().parse_args(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
 
 
-@pytest.mark.parametrize("arguments", [["--config"], ["--config", "--seed"], ["--config", "a", "--config", "b"]])
-def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
-    with pytest.raises(ConfigError, match="--config"):
-        build_parser().parse_args(arguments)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--config", "--config"),
+        ("--config --seed", "--config"),
+        ("--config a --config b", "--config"),
+        ("--dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
+        ("--dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
+        ("--dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", r"given twice: 80\.0 and 141.0"),
+    ],
+)
+def test_flags_of_train_that_cannot_be_meant_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build_parser().parse_args(arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -120,37 +124,11 @@ def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
     assert value in err
 
 
-@pytest.mark.parametrize("arguments", [["--gpu-memory-gib"], ["--gpu-memory-gib", "--seed=1"]])
-def test_a_memory_without_a_number_is_refused(arguments):
-    with pytest.raises(ConfigError, match="--gpu-memory-gib: expected one argument"):
-        build_parser().parse_args(["--dry-run", *arguments])
-
-
-def test_two_memories_are_refused():
-    with pytest.raises(ConfigError, match=r"given twice: 80\.0 and 141.0"):
-        build_parser().parse_args(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
-
-
-def test_a_run_accepts_no_gpu_memory_and_its_help_does(capsys):
-    code, out, err = run(capsys, "train", "--config", "run.yaml", "--gpu-memory-gib", "80")
-    assert (code, out) == (2, "")
-    assert "Add --dry-run, or omit --gpu-memory-gib" in err
-    code, out, _ = run(capsys, "train", "--gpu-memory-gib", "80", "--help")
-    assert code == 0
-    assert "--gpu-memory-gib N" in out
-
-
 def test_a_field_is_explained_with_range_default_and_rules(capsys):
     code, out, _ = run(capsys, "config", "explain", "inference-num-workers")
     assert code == 0
     for word in ("default", ">= 1", "must be divisible by inference_tensor_parallel_size", "Workers"):
         assert word in out
-
-
-def test_explain_knows_the_names_of_other_frameworks(capsys):
-    for name, words in (("beta", "kl_penalty_tau"), ("rollout.n", "'group_size'"), ("learning_rte", "'learning_rate'")):
-        code, _, error = run(capsys, "config", "explain", name)
-        assert code == 2 and words in error
 
 
 def test_a_section_and_a_list_of_entries_are_explained(capsys):
@@ -205,14 +183,8 @@ def closing_lines(summary, **options):
 def test_the_closing_lines_show_results_and_next_commands(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     text = closing_lines(Summary(run_dir=str(tmp_path)))
-    for word in (
-        "0.220 → 0.530",
-        "+0.310",
-        "500 items, temperature 1",
-        "/somewhere/else/runs/demo/model",
-        f"telescope ui {tmp_path}",
-        "telescope query",
-    ):
+    results = ("0.220 → 0.530", "+0.310", "500 items, temperature 1", "/somewhere/else/runs/demo/model")
+    for word in (*results, f"telescope ui {tmp_path}", "telescope query"):
         assert word in text
 
 
@@ -237,22 +209,22 @@ def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tm
     assert "eval" not in closing_lines(Summary(run_dir=str(tmp_path)), has_evals=True)
 
 
-def test_the_closing_lines_name_problems_of_evals():
-    problem = "eval math500 at version 20 was skipped: the last eval on its servers is still running"
-    assert f"evals              1 problem, the last: {problem}" in closing_lines(Summary(eval_problems=(problem,)))
+PROBLEM = "eval math500 at version 20 was skipped: the last eval on its servers is still running"
+
+
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        (Summary(eval_problems=(PROBLEM,)), f"evals              1 problem, the last: {PROBLEM}"),
+        (Summary(heldout_failed=(0, 46)), "500 items (0 and 46 samples failed), temperature 1"),
+        (Summary(heldout_failed=(18,), heldout_after=None), "0.220 before training (500 items (18 samples failed))"),
+        (Summary(heldout_gain_interval=[0.27, 0.352]), "(+0.310, 95 % interval +0.270 to +0.352; 500 items"),
+    ],
+    ids=["problems of evals", "failed samples", "failed samples before training", "the interval of the gain"],
+)
+def test_the_closing_lines_show(summary, words):
+    assert words in closing_lines(summary)
     assert "problem" not in closing_lines(Summary())
-
-
-def test_the_closing_lines_show_how_many_samples_of_the_evals_failed():
-    assert "500 items (0 and 46 samples failed), temperature 1" in closing_lines(Summary(heldout_failed=(0, 46)))
-    only_before = Summary(heldout_failed=(18,), heldout_after=None)
-    assert "0.220 before training (500 items (18 samples failed))" in closing_lines(only_before)
-
-
-def test_the_closing_lines_show_the_interval_of_the_gain():
-    assert "(+0.310, 95 % interval +0.270 to +0.352; 500 items" in closing_lines(
-        Summary(heldout_gain_interval=[0.27, 0.352])
-    )
 
 
 def test_the_closing_lines_do_not_point_into_a_run_directory_that_is_gone(tmp_path):
@@ -278,7 +250,8 @@ def test_the_short_help_fits_a_screen_and_refers_to_the_rest(capsys):
     code, out, _ = run(capsys, "train", "--help")
     assert code == 0
     assert len(out.splitlines()) <= 45
-    for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "--help-all", "telescope config explain"):
+    words = ("--learning_rate", "Weight Broadcasting", "--dry-run", "--help-all", "telescope config explain")
+    for word in (*words, "--gpu-memory-gib N"):
         assert word in out
 
 
@@ -289,20 +262,6 @@ def test_a_key_of_an_entry_is_explained(capsys):
         assert "evals[].num_samples" in out
         assert "-1: the full dataset" in out
     assert "weight" in run(capsys, "config", "explain", "environments.weight")[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
-        ("learning_rate.x", "learning_rate has no keys"),
-        ("eval.num_samples", "Did you mean 'evals.num_samples'?"),
-    ],
-)
-def test_a_key_that_does_not_exist_names_the_nearest(capsys, name, words):
-    code, _, err = run(capsys, "config", "explain", name)
-    assert code == 2
-    assert words in err
 
 
 @pytest.mark.parametrize("variable", [False, True])

@@ -46,12 +46,9 @@ def test_a_default_of_another_type_is_no_default(tmp_path):
 
 
 def test_a_default_that_is_typed_on_the_command_line_is_chosen(tmp_path):
+    lanes = {"environments": COUNTDOWN, "enable_individual_sample_lanes": False}
     with pytest.raises(ConfigError, match="free_lane_after_generation is true, but it requires"):
-        resolved(
-            tmp_path,
-            {"environments": COUNTDOWN, "enable_individual_sample_lanes": False},
-            "--free_lane_after_generation",
-        )
+        resolved(tmp_path, lanes, "--free_lane_after_generation")
 
 
 def test_a_default_in_the_file_wins_over_the_environment(tmp_path):

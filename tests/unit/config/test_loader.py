@@ -56,18 +56,12 @@ def test_the_file_overrides_defaults_and_flags_override_the_file(run_yaml):
     assert config.user_set == {"model", "environments", "learning_rate", "group_size"}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--learning_rate", "5e-7"],
-        ["--learning-rate", "5e-7"],
-        ["--learning_rate=5e-7"],
-        ["--learning-rate=0.0000005"],
-        ["--learning_rate", "5.0e-07"],
-    ],
-)
+SPELLINGS = "--learning_rate 5e-7, --learning-rate 5e-7, --learning_rate=5e-7, --learning-rate=0.0000005"
+
+
+@pytest.mark.parametrize("flags", [*SPELLINGS.split(", "), "--learning_rate 5.0e-07"])
 def test_all_spellings_of_a_flag_mean_the_same(flags):
-    assert parse_overrides(flags) == {"learning_rate": 5e-7}
+    assert parse_overrides(flags.split()) == {"learning_rate": 5e-7}
 
 
 def test_flag_values_are_yaml_scalars_lists_and_mappings():
@@ -84,14 +78,12 @@ def test_flag_values_are_yaml_scalars_lists_and_mappings():
     }  # fmt: skip
 
 
-def test_fields_that_take_only_text_get_it_as_typed():
-    assert parse_overrides(
-        ["--wandb_run_name", "2026", "--chat_template", "{% for m in messages %}{{ m }}{% endfor %}", "--model", "1e3"]
-    ) == {
-        "wandb_run_name": "2026",
-        "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
-        "model": "1e3",
-    }
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [("wandb_run_name", "2026"), ("chat_template", "{% for m in messages %}{{ m }}{% endfor %}"), ("model", "1e3")],
+)
+def test_fields_that_take_only_text_get_it_as_typed(name, typed):
+    assert parse_overrides([f"--{name}", typed]) == {name: typed}
     assert parse_overrides(["--chat_template", "null"]) == {"chat_template": None}
 
 
@@ -116,11 +108,26 @@ def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
     assert loaded.sources["model"] == f"{run_yaml}, line 1"
 
 
-def test_an_unknown_key_is_reported_with_its_line_and_the_nearest_name(tmp_path):
-    message = error_of(write(tmp_path, "environments: [{name: a}]\nlearning_rte: 1.0\n"))
-    assert "'learning_rte'" in message
-    assert "line 2" in message
-    assert "Did you mean 'learning_rate'?" in message
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "environments: [{name: a}]\nlearning_rte: 1.0\n",
+            ["'learning_rte'", "line 2", "Did you mean 'learning_rate'?"],
+        ),
+        ("trainer:\n  learning_rate: 1.0\n  grad_clip: 1.0\n", ["write learning_rate, grad_clip without 'trainer'"]),
+        ("model: [1", ["not valid YAML"]),
+        ("model: x\n\tseed: 1\n", ["not valid YAML"]),
+        ("seed: 1\nmodel: x\nseed: 2\n", ["'seed' is set twice, first in line 1 (line 3"]),
+        ("- 1\n", ["must hold `field: value` lines"]),
+        ("model: " + "[" * 5000 + "]" * 5000, ["nested too deeply"]),
+        ("seed: 1\n", ["at least one environment"]),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+def test_a_file_that_is_not_a_configuration_is_refused_with_line_and_fix(tmp_path, text, words):
+    message = error_of(write(tmp_path, text))
+    assert all(word in message for word in words)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +147,6 @@ def test_an_unknown_key_is_reported_with_its_line_and_the_nearest_name(tmp_path)
 )
 def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
-
-
-def test_fields_in_a_section_are_named_with_the_fix(tmp_path):
-    message = error_of(write(tmp_path, "trainer:\n  learning_rate: 1.0\n  grad_clip: 1.0\n"))
-    assert "'trainer'" in message
-    assert "write learning_rate, grad_clip without 'trainer'" in message
 
 
 def test_unknown_names_without_resemblance_get_no_suggestion():
@@ -225,10 +226,7 @@ def test_a_wrong_entry_of_environments_is_named(entry, words):
         ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
         ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
         ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
-        (
-            "{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}",
-            "every item is sampled as often as the largest",
-        ),
+        ("{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}", "every item is sampled as often as the l"),
         ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
         ("{name: a, temperature: -1}", "at least 0"),
     ],
@@ -262,38 +260,17 @@ def test_flags_that_cannot_be_read(flags, words):
 
 def test_a_file_that_does_not_exist_lists_its_neighbors(run_yaml):
     message = error_of(run_yaml.with_name("rum.yaml"))
-    assert "does not exist" in message
-    assert "run.yaml" in message
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("model: [1", "not valid YAML"),
-        ("seed: 1\nmodel: x\nseed: 2\n", "'seed' is set twice, first in line 1 (line 3"),
-        ("- 1\n", "must hold `field: value` lines"),
-        ("model: x\n\tseed: 1\n", "not valid YAML"),
-    ],
-)
-def test_a_file_that_is_not_a_configuration(tmp_path, text, words):
-    assert words in error_of(write(tmp_path, text))
-
-
-def test_a_directory_is_not_a_file(tmp_path):
-    assert "is a directory" in error_of(tmp_path)
+    assert "does not exist" in message and "run.yaml" in message
+    assert "is a directory" in error_of(run_yaml.parent)
 
 
 def test_an_empty_file_lacks_an_environment(tmp_path):
     path = write(tmp_path, "# nothing\n")
     assert f"--config {path} is empty: it sets no field" in error_of(path)
     assert load(path, "--environments", "[{name: a}]").config.environments
-    assert "at least one environment" in error_of(write(tmp_path, "seed: 1\n"))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("1e3", 1000)],
-)
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("1e3", 1000)])
 def test_numbers_follow_yaml_1_2(tmp_path, text, value):
     assert load(write(tmp_path, f"environments: [{{name: a}}]\nseed: {text}\n")).config.seed == value
 
@@ -312,27 +289,42 @@ def test_a_wrong_item_of_a_list_is_named():
     assert message == "wandb_tags[1] is 1 (command line), but it must be text; put it in quotes"
 
 
-def test_an_answer_may_be_as_long_as_the_context(tmp_path):
-    (note,) = load(None, *NO_WANDB, "--max_tokens", "512", "--max_model_len", "512").notes
-    assert note.startswith("max_tokens equals max_model_len (512): each answer is shorter by its prompt's length")
+PASS_K = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
+GREEDY = f"[{{name: a, temperature: 0, {PASS_K}}}, {{name: b, {PASS_K}}}, {{name: c, temperature: 0}}]"
+QUANTIZED = "--inference_quantization fp8_per_block --inference_dtype bfloat16"
+ALPHA = "--lora_alpha 64 --lora_dropout 0.1"
+BELOW = "max_off_policy_steps is 1, below max_async_rollout, which is 2:"
+TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (QUANTIZED, ["Set use_tis to true"]),
+        (f"{QUANTIZED} --use_tis true", []),
+        (ALPHA, ["lora_alpha and lora_dropout have no effect"]),
+        (f"{ALPHA} --lora_rank 8", []),
+        ("--max_off_policy_steps 1", [BELOW, TO_RAISE]),
+        *[(f"--max_off_policy_steps {n} --max_async_rollout {ahead}", []) for n, ahead in ((2, 2), (0, 0), (-1, 2))],
+        ("--algorithm gspo", ["clip_low 0.4 and clip_high 0.5 will not bind", "clip_low 3e-4 and clip_high 4e-4"]),
+        ("--algorithm gspo --clip_low 3e-4", ["so clip_high 0.5 will not bind"]),
+        ("--algorithm gspo --clip_low 3e-4 --clip_high 4e-4", []),
+    ],
+)
+def test_settings_that_seldom_help_get_one_remark(flags, words):
+    notes = load(None, *NO_WANDB, *flags.split()).notes
+    assert len(notes) == bool(words)
+    assert all(word in notes[0] for word in words)
 
 
 def test_pass_at_k_of_greedy_answers_gets_a_remark():
-    pass_k = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
-    evals = f"[{{name: a, temperature: 0, {pass_k}}}, {{name: b, {pass_k}}}, {{name: c, temperature: 0}}]"
-    (note,) = load(None, *NO_WANDB, "--evals", evals, "--eval_num_servers", "0").notes
+    (note,) = load(None, *NO_WANDB, "--evals", GREEDY, "--eval_num_servers", "0").notes
     assert note.startswith("evals: 'a' has pass_k and temperature 0: all samples of an item are the same")
 
 
-def test_gradient_clipping_can_be_switched_off():
-    assert load(None, *NO_WANDB, "--grad_clip", "0").config.grad_clip == 0
-
-
 def test_yaml_anchors_and_merges_work(tmp_path):
-    path = write(
-        tmp_path, "environments: [{name: a, kwargs: &k {x: 1, y: 2}}]\nevals: [{name: a, kwargs: {<<: *k, y: 3}}]"
-    )
-    assert load(path).config.evals[0].kwargs == {"x": 1, "y": 3}
+    text = "environments: [{name: a, kwargs: &k {x: 1, y: 2}}]\nevals: [{name: a, kwargs: {<<: *k, y: 3}}]"
+    assert load(write(tmp_path, text)).config.evals[0].kwargs == {"x": 1, "y": 3}
 
 
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
@@ -344,51 +336,11 @@ def test_a_list_of_trackers_decides_use_wandb_without_a_word():
     assert (loaded.config.use_wandb, loaded.notes) == (False, [])
 
 
-def test_quantized_servers_get_a_remark_that_suggests_use_tis():
-    quantized = ("--inference_quantization", "fp8_per_block", "--inference_dtype", "bfloat16")
-    (note,) = load(None, *NO_WANDB, *quantized).notes
-    assert "Set use_tis to true" in note
-    assert load(None, *NO_WANDB, *quantized, "--use_tis", "true").notes == []
-
-
-def test_settings_of_adapters_without_a_rank_are_remarked():
-    alpha = ("--lora_alpha", "64", "--lora_dropout", "0.1")
-    (note,) = load(None, *NO_WANDB, *alpha).notes
-    assert note.startswith("lora_alpha and lora_dropout have no effect")
-    assert load(None, *NO_WANDB, *alpha, "--lora_rank", "8").notes == []
-
-
-def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
-    (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
-    assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")
-    assert note.endswith("Set max_off_policy_steps to at least 2, or max_async_rollout to 1.")
-    for bound, ahead in ((2, 2), (0, 0), (-1, 2)):
-        flags = ("--max_off_policy_steps", str(bound), "--max_async_rollout", str(ahead))
-        assert load(None, *NO_WANDB, *flags).notes == []
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHM_FACTS)
 def test_every_algorithm_can_be_chosen_by_its_name_alone(algorithm):
     loaded = load(None, *NO_WANDB, "--algorithm", algorithm)
     assert loaded.config.algorithm == algorithm
     assert not any("No effect" in note for note in loaded.notes)
-
-
-def test_reinforce_pp_is_normalized_over_the_batch_and_reports_it():
-    loaded = load(None, *NO_WANDB, "--algorithm", "reinforce_pp")
-    assert loaded.config.advantage_norm == "batch"
-    (note,) = loaded.notes
-    assert note.startswith('advantage_norm adjusted from "group" to "batch": it must be "batch" for reinforce_pp')
-
-
-def test_gspo_with_bounds_of_token_ratios_is_remarked():
-    gspo = [*NO_WANDB, "--algorithm", "gspo"]
-    (note,) = load(None, *gspo).notes
-    assert "clip_low 0.4 and clip_high 0.5 will not bind" in note
-    assert "clip_low 3e-4 and clip_high 4e-4" in note
-    assert load(None, *gspo, "--clip_low", "3e-4", "--clip_high", "4e-4").notes == []
-    (note,) = load(None, *gspo, "--clip_low", "3e-4").notes
-    assert "so clip_high 0.5 will not bind" in note
 
 
 @pytest.mark.parametrize(
@@ -419,13 +371,6 @@ def test_a_group_of_one_is_remarked(algorithm, ending):
     notes = load(None, *NO_WANDB, "--algorithm", algorithm, "--group_size", "1").notes
     assert notes[-1].startswith("group_size is 1: a sample has nothing to be compared with")
     assert notes[-1].endswith(ending)
-
-
-def test_a_file_that_nests_without_end_is_refused_in_a_sentence(tmp_path):
-    path = tmp_path / "deep.yaml"
-    path.write_text("model: " + "[" * 5000 + "]" * 5000)
-    with pytest.raises(ConfigError, match="nested too deeply"):
-        load_config(path, [], environ={})
 
 
 @pytest.mark.parametrize("flags", [["--seed", "1", "--seed", "2"], ["--wandb_run_name=1", "--wandb-run-name=2"]])

@@ -36,11 +36,12 @@ EXPERTS = ModelShape(
 TE, FP8, PRECISION_AWARE = (
     "megatron_use_transformer_engine", "megatron_fp8", "megatron_use_precision_aware_optimizer",
 )  # fmt: skip
+SP = "megatron_sequence_parallel"
 TP, PP, CP, EP = (f"megatron_{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert"))
 
 
 def megatron(**changes):
-    options = {"train_backend": "megatron", "trainer_num_workers": 240, "megatron_sequence_parallel": False}
+    options = {"train_backend": "megatron", "trainer_num_workers": 240, SP: False}
     return build(options | changes)
 
 
@@ -53,7 +54,7 @@ def megatron(**changes):
         (QWEN3_4B, {EP: 2}, EP, "has no experts"),
         (QWEN3_4B, {TP: 2, CP: 3}, CP, "16 attention heads"),
         (EXPERTS, {EP: 3}, EP, "128 experts"),
-        (EXPERTS, {TP: 2, EP: 2}, "megatron_sequence_parallel", "has experts"),
+        (EXPERTS, {TP: 2, EP: 2}, SP, "has experts"),
     ],
 )
 def test_an_impossible_division_names_the_field_and_the_size(shape, changes, field, what):
@@ -64,7 +65,7 @@ def test_an_impossible_division_names_the_field_and_the_size(shape, changes, fie
 
 def test_possible_divisions_pass():
     check_division(megatron(**{TP: 4, PP: 3, CP: 4}), QWEN3_4B)
-    check_division(megatron(**{TP: 2, EP: 8, "megatron_sequence_parallel": True}), EXPERTS)
+    check_division(megatron(**{TP: 2, EP: 8, SP: True}), EXPERTS)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
@@ -97,11 +98,7 @@ def test_fields_that_need_a_gpu_are_refused_without_one(field):
     [
         (replace(QWEN3_4B, hidden_size=2568), {}, "2568 elements in a hidden state"),
         (replace(QWEN3_4B, intermediate_size=9736), {}, "9736 MLP rows on a rank"),
-        (
-            replace(QWEN3_4B, head_dim=2),
-            {TP: 4, "megatron_sequence_parallel": True},
-            "query, key and value elements on a rank",
-        ),
+        (replace(QWEN3_4B, head_dim=2), {TP: 4, SP: True}, "query, key and value elements on a rank"),
         (replace(EXPERTS, expert_intermediate_size=776), {}, "776 rows in an expert"),
     ],
 )
@@ -125,11 +122,9 @@ def test_the_estimate_knows_the_dtypes_of_the_precision_aware_optimizer():
 
 
 MEASURED = {
-    "trainer_num_workers": 1,
-    "seq_len": 16384,
-    "mixed_precision_dtype": "bfloat16",
+    "trainer_num_workers": 1, "seq_len": 16384, "mixed_precision_dtype": "bfloat16",
     "megatron_use_distributed_optimizer": False,
-}
+}  # fmt: skip
 
 
 def test_the_estimate_counts_the_copies_of_weights_in_fp8():
@@ -167,9 +162,8 @@ def test_transformer_engine_has_the_same_tensors_under_other_names(family):
     assert f"{layer}input_layernorm.weight" not in names
     if experts:
         assert {f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.experts.linear_fc1.weight1"} <= names
-        assert (
-            ParameterMapping(fused[-3].entry, 1, 3).parameter(1, 2) == "decoder.layers.0.mlp.experts.linear_fc2.weight1"
-        )
+        first = ParameterMapping(fused[-3].entry, 1, 3)
+        assert first.parameter(1, 2) == "decoder.layers.0.mlp.experts.linear_fc2.weight1"
     else:
         assert f"{layer}mlp.linear_fc1.layer_norm_weight" in names
 

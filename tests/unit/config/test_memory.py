@@ -39,30 +39,19 @@ def config(**values: object) -> TelescopeConfig:
     return TelescopeConfig(**{"environments": [{"name": "a"}], **values})
 
 
-def shape_of(name: str) -> ModelShape:
-    shape = known_shape(name)
-    assert shape is not None
-    return shape
-
-
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_known_models_have_their_published_number_of_parameters(model):
-    assert shape_of(model).num_parameters == PUBLISHED[model]
+    assert known_shape(model).num_parameters == PUBLISHED[model]
 
 
 def test_config_files_give_the_published_number_of_parameters():
-    llama, moe = ModelShape.from_config(LLAMA_3_2_1B), ModelShape.from_config(QWEN3_30B_A3B)
-    assert llama is not None
-    assert moe is not None
-    assert llama.num_parameters == 1_235_814_400
-    assert moe.num_parameters == 30_532_122_624
+    assert ModelShape.from_config(LLAMA_3_2_1B).num_parameters == 1_235_814_400
+    assert ModelShape.from_config(QWEN3_30B_A3B).num_parameters == 30_532_122_624
 
 
 def test_a_dense_layer_among_experts_is_counted_by_its_mlp_width():
     experts = ModelShape.from_config(QWEN3_30B_A3B)
     half = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
-    assert experts is not None
-    assert half is not None
     fewer = 24 * 2048 * (128 * (3 * 768 + 1) - 3 * 6144)
     assert experts.num_parameters - half.num_parameters == fewer
 
@@ -72,7 +61,6 @@ def test_a_dense_layer_among_experts_is_counted_by_its_mlp_width():
     assert estimate(experts).engine.weights - estimate(half).engine.weights == 2 * fewer
     # A layer keeps three arrays of the MLP: of 8 experts of 768, or of one of 6,144, which is as wide.
     narrow = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2, "intermediate_size": 2048})
-    assert narrow is not None
     kept = {"gradient_checkpointing": False, "seq_len": 4096}
     saved = estimate(half, **kept).trainer.activations - estimate(narrow, **kept).trainer.activations
     assert saved == 24 * 4096 * 2 * 3 * (6144 - 2048)
@@ -96,13 +84,11 @@ def test_a_config_with_sizes_that_cannot_be_has_no_shape(sizes):
 
 
 def test_a_longest_context_that_is_written_as_text_is_a_number():
-    shape = ModelShape.from_config(LLAMA_3_2_1B | {"max_position_embeddings": "512"})
-    assert shape is not None
-    assert shape.max_position_embeddings == 512
+    assert ModelShape.from_config(LLAMA_3_2_1B | {"max_position_embeddings": "512"}).max_position_embeddings == 512
 
 
 def test_trainer_state_is_sharded_over_ranks():
-    shape = shape_of("Qwen/Qwen2.5-3B")
+    shape = known_shape("Qwen/Qwen2.5-3B")
     one = estimate_memory(config(trainer_num_workers=1), shape).trainer
     four = estimate_memory(config(trainer_num_workers=4), shape).trainer
     assert one.parameters == shape.num_parameters * 4
@@ -113,7 +99,7 @@ def test_trainer_state_is_sharded_over_ranks():
 
 
 def test_checkpointing_saves_activations_and_length_costs_them():
-    shape = shape_of("Qwen/Qwen2.5-3B")
+    shape = known_shape("Qwen/Qwen2.5-3B")
     kept = estimate_memory(config(gradient_checkpointing=False), shape).trainer.activations
     recomputed = estimate_memory(config(), shape).trainer.activations
     longer = estimate_memory(config(seq_len=8192), shape).trainer.activations
@@ -125,7 +111,7 @@ def test_checkpointing_saves_activations_and_length_costs_them():
 
 
 def test_ranks_that_share_a_row_have_each_a_part_of_its_activations():
-    shape = shape_of("Qwen/Qwen2.5-3B")
+    shape = known_shape("Qwen/Qwen2.5-3B")
     ranks = {"trainer_num_workers": 4, "seq_len": 65_536}
     alone, shared = (
         estimate_memory(config(**ranks, fsdp_context_parallel_size=size), shape, device_memory_bytes=20 * GIB)
@@ -155,9 +141,8 @@ MEASURED = [
 def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recomputed, dtype, gib):
     settings = {"gradient_checkpointing": recomputed != "nothing", "recompute_attention": recomputed == "all"}
     lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}
-    of = estimate_memory(
-        config(trainer_num_workers=1, model_dtype=dtype, **settings, **lengths), shape_of(name)
-    ).trainer
+    run = config(trainer_num_workers=1, model_dtype=dtype, **settings, **lengths)
+    of = estimate_memory(run, known_shape(name)).trainer
     # One micro-batch a step: while activations are there, nearly no gradients are.
     kept = of.states + of.unsharded
     found = max(kept - of.gradients + of.activations + max(of.layer, of.logprobs), kept + of.tables) / GIB
@@ -177,17 +162,15 @@ def test_the_estimate_of_megatron_is_near_what_was_measured(changes, gib):
     run = config(
         train_backend="megatron", mixed_precision_dtype="bfloat16", trainer_num_workers=2, **lengths, **changes
     )
-    trainer = estimate_memory(run, shape_of("qwen3-4b")).trainer
+    trainer = estimate_memory(run, known_shape("qwen3-4b")).trainer
     assert gib <= (trainer.total - trainer.overhead) / GIB < 1.05 * gib
 
 
 def test_documented_models_fit_a_gpu_of_139_gib():
     def total(name: str, ranks: int, tokens: int, **settings: object) -> float:
         lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}
-        return (
-            estimate_memory(config(trainer_num_workers=ranks, **lengths, **settings), shape_of(name)).trainer.total
-            / GIB
-        )
+        run = config(trainer_num_workers=ranks, **lengths, **settings)
+        return estimate_memory(run, known_shape(name)).trainer.total / GIB
 
     assert total("qwen3-14b", 4, 32_768) == pytest.approx(95, abs=1)
     assert total("qwen3-14b", 4, 65_536, recompute_attention=True) == pytest.approx(103, abs=1)
@@ -216,10 +199,9 @@ def test_documented_models_fit_a_gpu_of_139_gib():
 def test_attention_is_recomputed_where_the_memory_of_a_gpu_is_too_small_otherwise(gib, settings, recomputed):
     lengths = {"seq_len": 65_536, "max_model_len": 65_536, "max_tokens": 1024}
     memory = None if gib is None else gib * GIB
-    shape = shape_of("qwen3-0.6b")
-    estimate = estimate_memory(
-        config(trainer_num_workers=1, **(lengths | settings)), shape, device_memory_bytes=memory
-    ).trainer
+    shape = known_shape("qwen3-0.6b")
+    run = config(trainer_num_workers=1, **(lengths | settings))
+    estimate = estimate_memory(run, shape, device_memory_bytes=memory).trainer
     assert estimate.recomputes_attention is recomputed
     kept = 65_536 * 28 * 16 * (128 * 2 + 4)
     if gib == 24 and not settings:
@@ -228,13 +210,14 @@ def test_attention_is_recomputed_where_the_memory_of_a_gpu_is_too_small_otherwis
         assert estimate.total < 0.9 * memory < always.total
 
 
-def test_attention_is_kept_on_the_cpu():
-    of = estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu", device_memory_bytes=GIB)
+def test_on_the_cpu_attention_is_kept_and_no_memory_is_set_aside_for_a_second_copy():
+    of = estimate_memory(config(), known_shape("qwen3-0.6b"), device="cpu", device_memory_bytes=GIB)
     assert not of.trainer.recomputes_attention
+    assert of.engine.staging == 0
 
 
 def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_with():
-    shape = shape_of("qwen3-8b")
+    shape = known_shape("qwen3-8b")
     dropped = estimate_memory(config(), shape).trainer
     stay = estimate_memory(config(fsdp_reshard_after_forward=False), shape).trainer
     assert stay.unsharded == 2 * shape.num_parameters
@@ -242,19 +225,19 @@ def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_wit
 
 
 def test_each_layer_gathered_ahead_costs_its_weights():
-    shape = shape_of("qwen3-8b")
+    shape = known_shape("qwen3-8b")
     one, three = (estimate_memory(config(fsdp_prefetch_layers=n), shape).trainer.total for n in (1, 3))
     assert three - one == 2 * shape.largest_layer_parameters * 2
 
 
 def test_memory_of_logprobs_depends_on_the_chunk_and_not_on_length_times_vocabulary():
-    shape = shape_of("Qwen/Qwen2.5-3B")
+    shape = known_shape("Qwen/Qwen2.5-3B")
     small = estimate_memory(config(seq_len=65536, entropy_chunk_size=512), shape).trainer.logprobs
     assert small < 65536 * shape.vocab_size * 4 / 10
 
 
 def test_engine_weights_follow_the_engine_dtype_and_tensor_parallelism():
-    shape = shape_of("Qwen/Qwen2.5-7B")
+    shape = known_shape("Qwen/Qwen2.5-7B")
     half = estimate_memory(config(inference_dtype="bfloat16"), shape).engine
     full = estimate_memory(config(inference_dtype="float32"), shape).engine
     split = estimate_memory(config(inference_tensor_parallel_size=2), shape).engine
@@ -264,7 +247,7 @@ def test_engine_weights_follow_the_engine_dtype_and_tensor_parallelism():
 
 
 def test_quantized_servers_need_about_half_for_their_weights_and_receive_them_in_place():
-    shape = shape_of("Qwen/Qwen2.5-7B")
+    shape = known_shape("Qwen/Qwen2.5-7B")
     half = estimate_memory(config(inference_dtype="bfloat16"), shape).engine
     quantized = config(inference_dtype="bfloat16", inference_quantization="fp8_per_block")
     engine = estimate_memory(quantized, shape).engine
@@ -274,7 +257,7 @@ def test_quantized_servers_need_about_half_for_their_weights_and_receive_them_in
 
 
 def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():
-    shape = shape_of("Qwen/Qwen2.5-3B")
+    shape = known_shape("Qwen/Qwen2.5-3B")
     engine = estimate_memory(config(), shape, device_memory_bytes=80 * GIB).engine
     assert engine.kv_bytes_per_token == 2 * 36 * 2 * 128 * 2
     assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.staging - engine.overhead
@@ -283,7 +266,7 @@ def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():
 
 
 def test_what_does_not_fit_names_the_field():
-    shape = shape_of("Qwen/Qwen2.5-7B")
+    shape = known_shape("Qwen/Qwen2.5-7B")
     tight = estimate_memory(config(), shape, device_memory_bytes=24 * GIB).problems
     assert any("trainer_num_workers" in problem for problem in tight)
     engine = estimate_memory(config(gpu_memory_utilization=0.2), shape, device_memory_bytes=80 * GIB).problems
@@ -291,21 +274,20 @@ def test_what_does_not_fit_names_the_field():
     cpu = estimate_memory(config(inference_kv_cache_gib=1), shape, device="cpu", device_memory_bytes=8 * GIB)
     assert any("inference_kv_cache_gib" in problem for problem in cpu.problems)
     assert cpu.kv_cache_problem is None
-    assert not estimate_memory(config(), shape_of("Qwen/Qwen2.5-0.5B"), device_memory_bytes=80 * GIB).problems
+    assert not estimate_memory(config(), known_shape("Qwen/Qwen2.5-0.5B"), device_memory_bytes=80 * GIB).problems
 
 
 def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
     values = {"max_model_len": 32768, "seq_len": 32768, "inference_kv_cache_gib": 1}
-    shape = shape_of("Qwen/Qwen2.5-7B")
+    shape = known_shape("Qwen/Qwen2.5-7B")
     problem = estimate_memory(config(**values), shape, device="cpu", device_memory_bytes=64 * GIB).kv_cache_problem
-    assert problem is not None
     assert problem.startswith("max_model_len is 32768")
     assert "inference_kv_cache_gib" in problem
 
 
 def test_a_kv_cache_set_below_one_sequence_is_refused_with_what_one_takes():
     """vLLM would round it up to a GiB, which is not what the user set."""
-    shape = shape_of("Qwen/Qwen2.5-0.5B")
+    shape = known_shape("Qwen/Qwen2.5-0.5B")
     values = {"max_model_len": 4096, "inference_dtype": "float32"}
 
     def problem(gib: float) -> str | None:
@@ -322,7 +304,7 @@ H200 = 140 * GIB
 
 
 def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
-    shape = shape_of("Qwen/Qwen3-4B")
+    shape = known_shape("Qwen/Qwen3-4B")
     plan = plan_staging(config(), shape, H200)
     weights, embedding, bucket = 2 * shape.num_parameters, 2 * shape.embedding_parameters, 256 << 20
     assert plan.in_place_because is None
@@ -330,8 +312,6 @@ def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
     background = estimate_memory(config(), shape, device_memory_bytes=H200).engine
     in_place = estimate_memory(config(weight_transfer="in_place"), shape, device_memory_bytes=H200).engine
     assert (background.staging, in_place.staging) == (plan.num_bytes, 0)
-    assert background.kv_cache is not None
-    assert in_place.kv_cache is not None
     assert in_place.kv_cache - background.kv_cache == plan.num_bytes
     assert background.total == in_place.total
 
@@ -339,12 +319,17 @@ def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
 @pytest.mark.parametrize(
     ("values", "shape", "memory", "reason"),
     [
-        ({"weight_transfer": "in_place"}, shape_of("qwen3-4b"), H200, "weight_transfer is in_place"),
-        ({"inference_num_workers": 2, "inference_tensor_parallel_size": 2}, shape_of("qwen3-4b"), H200, "tensor-paral"),
+        ({"weight_transfer": "in_place"}, known_shape("qwen3-4b"), H200, "weight_transfer is in_place"),
+        (
+            {"inference_num_workers": 2, "inference_tensor_parallel_size": 2},
+            known_shape("qwen3-4b"),
+            H200,
+            "tensor-paral",
+        ),
         ({}, ModelShape.from_config(QWEN3_30B_A3B), H200, "experts"),
         ({}, None, H200, "sizes of the model"),
-        ({}, shape_of("qwen3-4b"), None, "memory of the GPU"),
-        ({}, shape_of("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
+        ({}, known_shape("qwen3-4b"), None, "memory of the GPU"),
+        ({}, known_shape("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
     ],
 )
 def test_weights_come_in_place_where_a_second_copy_does_not_fit_or_costs_too_much(values, shape, memory, reason):
@@ -355,7 +340,7 @@ def test_weights_come_in_place_where_a_second_copy_does_not_fit_or_costs_too_muc
 
 def test_weight_transfer_background_is_used_while_one_sequence_fits_and_its_cost_is_reported():
     insists = config(weight_transfer="background")
-    shape = shape_of("qwen3-14b")
+    shape = known_shape("qwen3-14b")
     assert plan_staging(insists, shape, 80 * GIB).num_bytes > 30 * GIB
     assert plan_staging(insists, None, 80 * GIB).in_place_because is None
     assert plan_staging(insists, shape, None) == plan_staging(insists, shape, 80 * GIB)
@@ -363,21 +348,17 @@ def test_weight_transfer_background_is_used_while_one_sequence_fits_and_its_cost
     assert any("set weight_transfer to in_place, which saves 30.4 GiB" in problem for problem in problems)
 
 
-def test_on_the_cpu_no_memory_is_set_aside_for_a_second_copy():
-    assert estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu").engine.staging == 0
-
-
 def test_a_shared_gpu_has_for_the_trainer_what_the_server_leaves():
     one = {"trainer_num_workers": 1, "inference_num_workers": 1, "share_gpus": True, "gpu_memory_utilization": 0.5}
-    small = estimate_memory(config(**one), shape_of("qwen3-0.6b"), device_memory_bytes=80 * GIB)
+    small = estimate_memory(config(**one), known_shape("qwen3-0.6b"), device_memory_bytes=80 * GIB)
     assert not [problem for problem in small.problems if "share_gpus" in problem]
-    large = estimate_memory(config(**one), shape_of("qwen3-4b"), device_memory_bytes=80 * GIB)
+    large = estimate_memory(config(**one), known_shape("qwen3-4b"), device_memory_bytes=80 * GIB)
     assert large.trainer.states > 40 * GIB
     assert any("share_gpus leaves it 39.0 of a GPU's 80.0 GiB" in problem for problem in large.problems)
 
 
 def test_advice_on_memory_is_for_the_backend_and_for_what_is_not_set_yet():
-    shape = shape_of("Qwen/Qwen3-14B")
+    shape = known_shape("Qwen/Qwen3-14B")
 
     def advice(**changes: object) -> str:
         return " ".join(estimate_memory(config(**changes), shape, device_memory_bytes=40 * GIB).problems)
@@ -390,7 +371,7 @@ def test_advice_on_memory_is_for_the_backend_and_for_what_is_not_set_yet():
 
 
 def test_a_14b_model_with_adapters_fits_one_gpu():
-    shape = shape_of("Qwen/Qwen3-14B")
+    shape = known_shape("Qwen/Qwen3-14B")
     settings = {"model_dtype": "bfloat16", "trainer_num_workers": 1, "seq_len": 16384}
     full = estimate_memory(config(**settings), shape, device_memory_bytes=139 * GIB).trainer
     adapted = estimate_memory(config(**settings, lora_rank=16), shape, device_memory_bytes=139 * GIB).trainer
@@ -415,7 +396,7 @@ def test_the_table_of_models_in_the_documentation_is_the_estimate():
     table = text.split("## Which backend, how many GPUs?")[1].split("\n\n")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     for model, ranks, backend, sizes, *estimates in rows:
-        shape = shape_of("llama-3.3-70b" if model == "70B" else f"qwen3-{model}")
+        shape = known_shape("llama-3.3-70b" if model == "70B" else f"qwen3-{model}")
         for seq_len, estimate in zip((16_384, 65_536), estimates, strict=True):
             options = {"seq_len": seq_len, "max_tokens": 1024, "max_model_len": 16_384, "overlong_samples": "truncate"}
             options |= {"mixed_precision_dtype": "bfloat16", "trainer_num_workers": int(ranks), "model": "x"}
@@ -425,10 +406,8 @@ def test_the_table_of_models_in_the_documentation_is_the_estimate():
                 options |= SMALL_STATES if "small states" in backend else {}
             elif seq_len > 16_384:
                 context = re.search(r"fsdp_context_parallel_size: (\d)", backend)
-                options |= {
-                    "recompute_attention": True,
-                    "fsdp_context_parallel_size": int(context[1]) if context else 1,
-                }
+                ranks_of_a_row = int(context[1]) if context else 1
+                options |= {"recompute_attention": True, "fsdp_context_parallel_size": ranks_of_a_row}
             else:
                 options["recompute_attention"] = False
             if estimate:

@@ -42,24 +42,17 @@ def plan_or_refusal(config: TelescopeConfig, resources: ClusterResources) -> tup
 
 
 configs = st.builds(
-    lambda servers, tp, trainers, ci, ct, si, st_, device: config(
-        inference_num_workers=servers * tp,
-        inference_tensor_parallel_size=tp,
-        trainer_num_workers=trainers,
-        ray_inference_cpus_per_worker=ci,
-        ray_trainer_cpus_per_worker=ct,
-        ray_inference_placement_strategy=si,
-        ray_trainer_placement_strategy=st_,
-        device=device,
+    lambda servers, size, **values: config(
+        inference_num_workers=servers * size, inference_tensor_parallel_size=size, **values
     ),
-    st.integers(1, 4),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 6),
-    st.sampled_from([0.1, 0.5, 1.0, 4.0]),
-    st.sampled_from([0.2, 1.0, 3.0]),
-    st.sampled_from(STRATEGIES),
-    st.sampled_from(STRATEGIES),
-    st.sampled_from(["auto", "cpu", "cuda"]),
+    servers=st.integers(1, 4),
+    size=st.sampled_from([1, 2, 4]),
+    trainer_num_workers=st.integers(1, 6),
+    ray_inference_cpus_per_worker=st.sampled_from([0.1, 0.5, 1.0, 4.0]),
+    ray_trainer_cpus_per_worker=st.sampled_from([0.2, 1.0, 3.0]),
+    ray_inference_placement_strategy=st.sampled_from(STRATEGIES),
+    ray_trainer_placement_strategy=st.sampled_from(STRATEGIES),
+    device=st.sampled_from(["auto", "cpu", "cuda"]),
 )
 clusters = st.lists(
     st.tuples(st.sampled_from([2.0, 16.0, 64.0]), st.sampled_from([0, 1, 4, 8])), min_size=1, max_size=4
@@ -123,16 +116,14 @@ def test_an_assumed_cluster_has_as_few_nodes_as_its_strategy_allows(strategy):
 
 
 def test_spread_uses_every_node():
-    placement = plan_placement(
-        config(ray_trainer_placement_strategy="SPREAD", trainer_num_workers=4), cluster((64, 8), (64, 8))
-    )
+    run = config(ray_trainer_placement_strategy="SPREAD", trainer_num_workers=4)
+    placement = plan_placement(run, cluster((64, 8), (64, 8)))
     assert Counter(nodes_of(placement, "trainer")) == {"node0": 2, "node1": 2}
 
 
 def test_without_gpus_auto_runs_on_the_cpu():
-    placement = plan_placement(
-        config(ray_inference_cpus_per_worker=0.5, ray_trainer_cpus_per_worker=0.5), cluster((2, 0))
-    )
+    run = config(ray_inference_cpus_per_worker=0.5, ray_trainer_cpus_per_worker=0.5)
+    placement = plan_placement(run, cluster((2, 0)))
     assert placement.device == "cpu"
     assert all(placed.gpu_indices == () for placed in placement.bundles)
 
@@ -142,22 +133,16 @@ def test_fractions_of_cores_may_fill_a_node_exactly():
     assert plan_placement(config(trainer_num_workers=3, **shares), cluster((1, 0)))
 
 
+SHARES = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to 0.5"
+CORES = {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1}
+
+
 @pytest.mark.parametrize(
     ("values", "nodes", "words"),
     [
         ({"inference_num_workers": 64}, [(64, 8)], ["inference_num_workers is 64", "66 GPUs", "has 8", "to 6"]),
         ({}, [(16, 1)], ["4 GPUs", "need 2 GPUs", 'Set device to "cpu"']),
-        (
-            {},
-            [(2, 0)],
-            [
-                "No GPU was found",
-                "16 CPU cores",
-                "has 2",
-                "machine with GPUs",
-                "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to 0.5",
-            ],
-        ),
+        ({}, [(2, 0)], ["No GPU was found", "16 CPU cores", "has 2", "machine with GPUs", SHARES]),
         ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', "no GPU was found", '"cpu"']),
         (
             {"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1},
@@ -165,12 +150,12 @@ def test_fractions_of_cores_may_fill_a_node_exactly():
             ["inference_tensor_parallel_size is 8", "largest node has 4 GPUs"],
         ),
         (
-            {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1},
+            CORES,
             [(8, 0), (8, 0), (16, 0)],
             ["do not fit the nodes together", "Lower inference_num_workers or trainer_num_workers"],
         ),
         (
-            {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1},
+            CORES,
             [(8, 0), (8, 0), (8, 0), (8, 0)],
             ["ray_trainer_cpus_per_worker is 12", "Lower ray_trainer_cpus_per_worker"],
         ),

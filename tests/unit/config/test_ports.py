@@ -52,7 +52,6 @@ def test_a_hold_ends_with_its_process_however_that_ends(port: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
         assert listen_problem(HOST, port) == "in use"
         holder.kill()

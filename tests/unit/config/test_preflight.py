@@ -79,37 +79,29 @@ def test_a_client_address_in_the_environment_is_refused_where_auto_would_follow_
     preflight.check_ray_address(config(ray_address="auto"))
 
 
-def test_an_address_of_another_machine_is_refused():
-    message = message_of(preflight.check_ports, config(inference_host="192.0.2.1"))
-    assert message.startswith("inference_host is '192.0.2.1'")
+CHECKPOINTS = {"run_dir": "{}/run", "checkpoint_every": 2}
 
 
-def test_a_run_directory_below_a_file_is_refused_and_nothing_is_created(tmp_path):
+@pytest.mark.parametrize(
+    ("check", "values", "words"),
+    [
+        (preflight.check_ports, {"inference_host": "192.0.2.1"}, ["inference_host is '192.0.2.1'"]),
+        (preflight.check_run_dir, {"run_dir": "{}/file/run"}, ["is a file", "TELESCOPE_RUN_DIR"]),
+        (preflight.check_run_dir, {"run_dir": "/proc/telescope/run"}, ["not writable"]),
+        (preflight.check_run_dir, {"run_dir": "{}"}, ["already holds a run"]),
+        (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "{}/file/x"}, ["checkpoint_dir is", "is a file"]),
+        (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "/proc/x"}, ["checkpoint_dir is", "not writable"]),
+    ],
+)
+def test_a_place_that_the_run_cannot_use_is_refused(tmp_path, check, values, words):
     (tmp_path / "file").write_text("")
-    message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path / "file" / "run")))
-    assert "is a file" in message
-    assert "TELESCOPE_RUN_DIR" in message
-
-
-def test_a_place_that_cannot_be_written_is_refused():
-    message = message_of(preflight.check_run_dir, config(run_dir="/proc/telescope/run"))
-    assert "not writable" in message
-
-
-@pytest.mark.parametrize(("folder", "problem"), [("file/checkpoints", "is a file"), ("/proc/x", "not writable")])
-def test_a_checkpoint_directory_that_cannot_be_written_is_refused(tmp_path, folder, problem):
-    (tmp_path / "file").write_text("")
-    given = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / folder)}
-    message = message_of(preflight.check_run_dir, config(**given, checkpoint_every=2))
-    assert message.startswith("checkpoint_dir is")
-    assert problem in message
-    preflight.check_run_dir(config(**given, checkpoint_every=0))
-
-
-def test_a_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path)))
-    assert "already holds a run" in message
+    message = message_of(
+        check, config(**{n: v.format(tmp_path) if isinstance(v, str) else v for n, v in values.items()})
+    )
+    assert all(word in message for word in words)
+    if "checkpoint_dir" in values:
+        check(config(run_dir=str(tmp_path / "run"), checkpoint_dir="/proc/x", checkpoint_every=0))
 
 
 def test_checking_leaves_nothing_behind(tmp_path):
@@ -117,45 +109,34 @@ def test_checking_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_does_not_exist_suggests_the_nearest():
-    message = message_of_user_error(config(environments=[{"name": "countdow"}]))
-    assert "countdow" in message
-    assert "Did you mean 'countdown'?" in message
-
-
-def test_an_eval_that_does_not_exist_suggests_the_nearest():
-    message = message_of_user_error(config(evals=[{"name": "countdwn"}]))
-    assert "no eval 'countdwn'" in message
-    assert "'countdown'" in message
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"environments": [{"name": "countdow"}]}, ["countdow", "Did you mean 'countdown'?"]),
+        ({"evals": [{"name": "countdwn"}]}, ["no eval 'countdwn'", "'countdown'"]),
+    ],
+)
+def test_a_name_that_does_not_exist_suggests_the_nearest(values, words):
+    message = message_of_user_error(config(**values))
+    assert all(word in message for word in words)
 
 
 def test_a_missing_package_is_named_with_the_install_command(tmp_path):
-    folder = tmp_path / "needy"
-    folder.mkdir()
-    (folder / "environment.py").write_text(
-        'REQUIRED_PACKAGES = ["no-such-package-anywhere>=1"]\nimport no_such_package_anywhere\n'
-    )
+    (tmp_path / "needy").mkdir()
+    code = 'REQUIRED_PACKAGES = ["no-such-package-anywhere>=1"]\nimport no_such_package_anywhere\n'
+    (tmp_path / "needy" / "environment.py").write_text(code)
     message = message_of_user_error(config(environments=[{"name": "needy"}], environments_path=[str(tmp_path)]))
-    assert "pip install" in message
-    assert "no-such-package-anywhere" in message
+    assert "pip install" in message and "no-such-package-anywhere" in message
 
 
 def message_of_user_error(config: TelescopeConfig) -> str:
-    with pytest.raises(ConfigError) as raised:
-        check_before_start(LoadedConfig(config, []))
-    return str(raised.value)
+    return message_of(lambda config: check_before_start(LoadedConfig(config, [])), config)
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    message = message_of_user_error(
-        config(
-            environments=[{"name": "countdow"}],
-            run_dir=str(tmp_path / "file" / "run"),
-            model=str(tmp_path / "nowhere"),
-            inference_num_workers=512,
-        )
-    )
+    places = {"run_dir": str(tmp_path / "file" / "run"), "model": str(tmp_path / "nowhere")}
+    message = message_of_user_error(config(environments=[{"name": "countdow"}], inference_num_workers=512, **places))
     for word in ("countdow", "run_dir", "model is", "inference_num_workers"):
         assert word in message
 
@@ -255,21 +236,19 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
     run = config(model=model, run_dir=str(tmp_path / "run"), checkpoint_every=5, ray_address="local")
     report = inspect_model(run)
     size = report.shape.num_parameters * 4
-    for free, words in (
-        (size * 4, None),
-        (size * 3, r"one checkpoint takes about 1 MiB, beside 1 MiB for the trained"),
-    ):
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free, total=1))
-        if words is None:
-            model_checks.check_disk(run, report)
-            model_checks.check_checkpoint_memory(run, report)
-            assert model_checks.checkpoint_sentence(run, report).startswith(
-                "A checkpoint takes about 1 MiB of the 2 MiB"
-            )
-        else:
-            assert words in message_of(lambda config: model_checks.check_disk(config, report), run)
+
+    def leave(free: int) -> None:
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=1))
+
+    leave(size * 4)
+    model_checks.check_disk(run, report)
+    model_checks.check_checkpoint_memory(run, report)
+    assert model_checks.checkpoint_sentence(run, report).startswith("A checkpoint takes about 1 MiB of the 2 MiB")
+    leave(size * 3)
+    message = message_of(lambda config: model_checks.check_disk(config, report), run)
+    assert "one checkpoint takes about 1 MiB, beside 1 MiB for the trained" in message
     model_checks.check_disk(run.replace(checkpoint_save_training_state=False), report)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+    leave(size)
     message = message_of(lambda config: model_checks.check_checkpoint_memory(config, report), run)
     assert "the ranks copy about 1 MiB there for a checkpoint" in message
     model_checks.check_checkpoint_memory(run.replace(checkpoint_every=0), report)
@@ -321,21 +300,18 @@ def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
     model_checks.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
 
 
-@pytest.mark.parametrize(("capabilities", "problem"), [([9.0, 8.0], "a GPU here has 8"), ([8.9, 9.0], None)])
-def test_quantized_servers_need_gpus_with_fp8(monkeypatch, capabilities, problem):
-    monkeypatch.setattr(preflight, "local_resources", lambda: assumed_cluster(config(device="cuda")))
+@pytest.mark.parametrize(
+    ("device", "capabilities", "problem"),
+    [("cuda", [9.0, 8.0], "a GPU here has 8"), ("cuda", [8.9, 9.0], None), ("cpu", [], "no GPU was found")],
+)
+def test_quantized_servers_need_gpus_with_fp8(monkeypatch, device, capabilities, problem):
+    monkeypatch.setattr(preflight, "local_resources", lambda: assumed_cluster(config(device=device)))
     monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: capabilities)
     run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
     if problem is None:
         preflight.check_quantization(run)
     else:
         assert problem in message_of(preflight.check_quantization, run)
-
-
-def test_quantized_servers_are_refused_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(preflight, "local_resources", lambda: assumed_cluster(config(device="cpu")))
-    run = config(inference_quantization="fp8_per_block", inference_dtype="bfloat16")
-    assert "no GPU was found" in message_of(preflight.check_quantization, run)
     preflight.check_quantization(config())
 
 
