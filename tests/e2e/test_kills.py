@@ -45,10 +45,7 @@ def straight(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @settings(max_examples=NUM_RUNS, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(plan=st.lists(kills, min_size=KILLS_PER_RUN, max_size=KILLS_PER_RUN))
 def test_a_run_whose_processes_are_killed_at_any_time_trains_every_prompt_once(
-    tiny_model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    straight: Run,
-    plan: list[tuple[str, float, int]],
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, straight: Run, plan: list[tuple[str, float, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("killed")
     command = start(tiny_model, folder)

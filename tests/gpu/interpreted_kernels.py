@@ -92,8 +92,6 @@ def test_in_tiles_no_tokens_give_gradients_of_exactly_zero(tiled: None) -> None:
     assert [tensor.shape for tensor in found] == [(0,), (0,)]
     (found[0].sum() + found[1].sum()).backward()
     for parameter in (head.weight, head.bias):
-        assert parameter is not None
-        assert parameter.grad is not None
         assert not parameter.grad.any()
 
 

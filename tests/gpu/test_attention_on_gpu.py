@@ -14,10 +14,7 @@ from telescope.trainer import flash_attention_4
 from telescope.trainer.attention import make_layout, packed_attention
 from telescope.utils.packages import is_installed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 KERNELS = ["varlen", *(["flash_attn_4"] if is_installed("flash_attn.cute") else [])]
 

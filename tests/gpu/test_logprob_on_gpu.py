@@ -9,10 +9,7 @@ from torch import nn
 from telescope.trainer import logprob
 from telescope.trainer.logprob import LogprobHead
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ROUNDING = {torch.bfloat16: 5e-3, torch.float16: 7e-4}
 """Gradients are rounded to the dtype twice: that of the logits, and the sum."""

@@ -16,10 +16,7 @@ from telescope.config.model_shape import ModelShape
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 TOKENS = 16_384
 SHAPE = {
@@ -60,7 +57,6 @@ def test_the_peak_of_a_step_is_near_the_estimate(
     }  # fmt: skip
     config = make_config(str(folder), **(fields | settings))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
-    assert shape is not None
     estimate = trainer_memory(
         config, shape, "cuda", recompute_attention=recomputes_attention(config.recompute_attention, config, shape, None)
     )

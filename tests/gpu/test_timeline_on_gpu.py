@@ -16,10 +16,7 @@ from telescope.trainer.timeline import memory_reader
 from telescope.trainer.worker import Trainer
 from telescope.utils.timeline import Timeline
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DEVICE = torch.device("cuda", 0)
 SIZE, PRODUCTS = 4096, 40

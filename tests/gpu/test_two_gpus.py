@@ -6,19 +6,9 @@ import pytest
 import torch
 from tests.integration.trainer.test_gathering import settings_job
 from tests.integration.trainer.test_two_ranks import BATCHES, CHANGES, resume_job, whole_job
-from tests.integration.trainer.trainer_cases import (
-    Job,
-    build_model,
-    make_config,
-    relative_error,
-    run_here,
-    run_ranks,
-)
+from tests.integration.trainer.trainer_cases import Job, build_model, make_config, relative_error, run_here, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 
 
 @pytest.mark.parametrize("tied", [True, False])

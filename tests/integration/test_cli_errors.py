@@ -60,8 +60,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         cwd=tmp_path_factory.mktemp("commands"),
         env={**environment, "HF_HUB_OFFLINE": "1"},
     ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
 
         def run(arguments: list[str], folder: Path, **variables: str) -> Result:
             server.stdin.write(json.dumps([arguments, str(folder), variables]) + "\n")

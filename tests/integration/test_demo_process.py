@@ -33,7 +33,6 @@ def test_the_writer_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "telescope.testing.demo", str(folder), "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-        assert writer.stdin is not None
         writer.stdin.close()  # as the kernel does for a killed parent
         assert writer.wait(30) == 0
     assert not folder.exists()

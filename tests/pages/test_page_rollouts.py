@@ -26,7 +26,6 @@ def conversation(page: Page) -> Locator:
 
 def top(place: Locator) -> float:
     box = place.bounding_box()
-    assert box is not None
     return box["y"]
 
 

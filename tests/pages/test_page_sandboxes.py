@@ -46,7 +46,6 @@ def test_the_timeline_shows_the_calls_of_a_sandbox_beside_those_of_tools(visitor
     _, _, x, y, width, height = drawn[0]
     assert height < 8
     canvas = page.locator(".tlc canvas").bounding_box()
-    assert canvas is not None
     page.mouse.move(canvas["x"] + x + width / 2, canvas["y"] + AXIS + y + height / 2)
     expect(page.locator(".tlc .said")).to_contain_text(f"{SAMPLE}, kept, sandbox ")
     expect(visitor.open("first/timeline").get_by_label("Colors")).not_to_contain_text("sandbox")

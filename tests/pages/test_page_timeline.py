@@ -134,7 +134,6 @@ def opened(visitor: Visit, params: Mapping[str, Any]) -> Page:
 @pytest.mark.parametrize("limit", [40_000, 6000], ids=["every span", "merged spans"])
 def test_drawn_shares_are_the_recorded_ones_at_every_zoom(visitor: Visit, runs: Path, limit: int):
     record = Run(runs / "first")
-    assert record.info is not None
     origin = record.info.started_at
     parts: list[float] = []
 
@@ -159,7 +158,6 @@ def test_drawn_shares_are_the_recorded_ones_at_every_zoom(visitor: Visit, runs: 
         heights = heights or heights_of_lanes(page, list(expected))
         drawn = rectangles(page)
         canvas = page.locator(".tlc canvas").bounding_box()
-        assert canvas is not None
         pixel = (end - begin) / (canvas["width"] - 148 - 16)
         assert (parts[-1] > 0) == (limit < 40_000 and share > 0.2), "spans were merged as the test means"
         # Within a view, spans that were merged may lie on the other side of its edge.

@@ -42,9 +42,7 @@ async def test_every_check_passes_on_a_healthy_run(stack: Stack) -> None:
 
 
 @in_session_loop
-async def test_a_trainer_without_temperature_fails_only_parity_and_the_first_step(
-    stack: Stack,
-) -> None:
+async def test_a_trainer_without_temperature_fails_only_parity_and_the_first_step(stack: Stack) -> None:
     """The engine samples at 0.7, the trainer computes at 1: a fault that shows as a wrong KL in every step."""
     sampling = dataclasses.replace(stack.parts.settings.sampling, temperature=0.7)
     settings = dataclasses.replace(stack.parts.settings, sampling=sampling)

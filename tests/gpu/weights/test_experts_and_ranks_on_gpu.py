@@ -17,11 +17,7 @@ from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server,
     test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it,
 )
-from tests.integration.weights.vllm_server import (
-    Server,
-    make_model,
-    serving,
-)
+from tests.integration.weights.vllm_server import Server, make_model, serving
 from transformers import PreTrainedModel
 
 __all__ = [

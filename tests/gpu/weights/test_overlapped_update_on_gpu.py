@@ -13,11 +13,7 @@ from tests.integration.weights.test_overlapped_update_on_vllm import (
     test_the_engine_samples_from_the_old_weights_until_the_swap,
     test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it,
 )
-from tests.integration.weights.vllm_server import (
-    Server,
-    make_model,
-    serving,
-)
+from tests.integration.weights.vllm_server import Server, make_model, serving
 
 __all__ = [
     "test_after_a_background_sync_the_engine_computes_with_the_new_weights",

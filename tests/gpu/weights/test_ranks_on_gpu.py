@@ -17,11 +17,7 @@ from tests.integration.weights.test_experts_and_ranks_on_vllm import (
 from tests.integration.weights.test_probe_on_vllm import (
     test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it,
 )
-from tests.integration.weights.vllm_server import (
-    Server,
-    make_model,
-    serving,
-)
+from tests.integration.weights.vllm_server import Server, make_model, serving
 
 __all__ = [
     "test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one",

@@ -54,7 +54,6 @@ def agreement(server: Server, sent: GenerateRequest, answer: Generation) -> floa
     """Share of tokens whose experts are those of the model. Fails for routes of other tokens or layers."""
     tokens = sent.prompt_token_ids + answer.token_ids_N.tolist()
     routes = answer.routes_MXK
-    assert routes is not None
     assert routes.shape == (len(tokens) - 1 - sent.routes_start, LAYERS, TOP_K)
     assert not routes[:, 1].any(), "the second layer has no experts"
     wanted = own_routes(server.model, tokens)[sent.routes_start : -1]

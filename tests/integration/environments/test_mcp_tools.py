@@ -166,7 +166,6 @@ def test_a_started_server_ends_with_a_worker_that_is_killed(command, tmp_path):
         asyncio.run(main())
     """
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
     pid = int(worker.stdout.readline().split()[1])
     assert psutil.pid_exists(pid)
     os.kill(worker.pid, signal.SIGKILL)

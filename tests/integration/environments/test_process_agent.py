@@ -178,7 +178,6 @@ def test_a_process_ends_with_a_worker_that_is_killed(tmp_path):
         asyncio.run(main())
     """
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
     guard = psutil.Process(int(worker.stdout.readline()))
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) == 3  # with the bridge and its child

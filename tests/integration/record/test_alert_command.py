@@ -166,7 +166,6 @@ def test_text_that_no_process_takes_is_one_warning_and_the_next_alert_runs(
     command: list[str], start: Callable[..., Alerts], caplog: pytest.LogCaptureFixture
 ) -> None:
     alerts = start(command)
-    assert alerts._command is not None
     for message in ("half \ud800", "fine", "half \udbff"):
         alerts._command.put({**ROW, "message": message})
     alerts.close()

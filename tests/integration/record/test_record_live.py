@@ -27,7 +27,6 @@ def start(run_dir: Path, flush_seconds: float = 0.005) -> "subprocess.Popen[str]
 
 def flushed(process: "subprocess.Popen[str]") -> int:
     """Waits until the writer reports how many rows are on disk."""
-    assert process.stdout is not None
     return int(process.stdout.readline())
 
 

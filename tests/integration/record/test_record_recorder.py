@@ -287,7 +287,6 @@ def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
     recorder.describe_now(lambda: {"phase": "training", "components": {"trainer": "waiting for a batch"}})
     assert recorder.flush()
     now = Run(tmp_path).now()
-    assert now is not None
     assert (now["attempt"], now["phase"]) == (1, "training")
     assert now["components"] == {"trainer": "waiting for a batch"}
     end_run(recorder, info, "finished", config_json="{}")

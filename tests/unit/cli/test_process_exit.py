@@ -65,7 +65,6 @@ def command():
 run_and_exit(command)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         process.send_signal(number)
         assert process.wait(timeout=60) == code

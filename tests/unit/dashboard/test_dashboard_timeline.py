@@ -116,7 +116,7 @@ def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
     assert lines("trainer") == ["of trainer-1", "of trainer-10"]
     assert lines("environment") == ["of environment-0", "of environment-server"]
     assert client.get("/api/runs/run/logs").json()["components"] == [
-        *("environment", "environment-0", "environment-server", "inference-0", "trainer", "trainer-1", "trainer-10"),
+        *("environment", "environment-0", "environment-server", "inference-0", "trainer", "trainer-1", "trainer-10")
     ]
 
 

@@ -22,7 +22,6 @@ def write_tokenizer(folder: Path) -> Path:
 def test_tokens_keep_the_blank_before_a_word(tmp_path):
     path = write_tokenizer(tmp_path / "model")
     texts = token_texts(path, [0, 1, 2])
-    assert texts is not None
     assert "".join(texts).lstrip() == "the answers"
     assert texts[1:] == [" answer", "s"]
 

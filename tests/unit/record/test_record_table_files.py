@@ -9,15 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.record.table_files import (
-    AFTER_ALL_ROWS,
-    TableFile,
-    block_name,
-    list_files,
-    read_tail,
-    select,
-    tail_name,
-)
+from telescope.record.table_files import AFTER_ALL_ROWS, TableFile, block_name, list_files, read_tail, select, tail_name
 
 
 def block(first: int, end: int) -> TableFile:
