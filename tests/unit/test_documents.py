@@ -42,9 +42,8 @@ def test_every_page_is_in_the_navigation_and_in_the_list_of_documents():
 
 def test_language_models_get_the_list_and_the_text_of_all_pages():
     texts = hooks.texts_for_models(site()["nav"], DOCS, "Telescope", "About.")
-    assert texts["llms.txt"].startswith(
-        "# Telescope\n\n> About.\n\n## Start\n\n- [Get started](get-started.md): How to"
-    )
+    start = "# Telescope\n\n> About.\n\n## Start\n\n- [Get started](get-started.md): How to"
+    assert texts["llms.txt"].startswith(start)
     assert all(page.read_text().strip() in texts["llms-full.txt"] for page in PAGES if page.name != "README.md")
 
 

@@ -50,9 +50,8 @@ def test_the_environment_of_the_readme_has_the_demos_prompts(example_environment
 
 
 def test_the_command_that_trains_on_it_would_start(example_environment, monkeypatch, capsys):
-    (command,) = (
-        line for block in blocks("") for line in block.replace("\\\n", " ").splitlines() if "my_environments" in line
-    )
+    lines = [line for block in blocks("") for line in block.replace("\\\n", " ").splitlines()]
+    (command,) = (line for line in lines if "my_environments" in line)
     program, *arguments = shlex.split(command)
     folder = example_environment.parent
     (folder / "configs").symlink_to(ROOT / "configs")

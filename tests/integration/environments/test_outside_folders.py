@@ -15,7 +15,9 @@ async def test_a_game_is_won_with_the_last_guess(load, encode):
     assert lost.messages == [{"role": "user", "content": "Guess a number from 1 to 9."}]
     reply = await pool.respond("r", encode("none"))
     assert reply.messages == [{"role": "user", "content": "No. Guess again.", "turn_type": "feedback"}]
-    number = (await pool.respond("r", encode("none"))).reward.golden_answers["number"]
+    lost = await pool.respond("r", encode("none"))
+    assert (lost.end_reason, lost.reward.total_reward) == ("max_turns_reached", 0.0)
+    number = lost.reward.golden_answers["number"]
     await pool.begin("s", "number_game", 0)
     await pool.respond("s", encode("none"))
     won = await pool.respond("s", encode(number))
@@ -36,12 +38,17 @@ async def test_a_tool_is_called_and_answers_as_the_user(load, encode):
     last = await pool.respond("r", encode("<answer>6.6</answer>"))
     assert (last.end_reason, last.reward.total_reward) == ("final_answer", 1.0)
     assert last.reward.sample_metrics["to_feet_calls"] == 1.0
+    assert last.reward.info_turns == [{"name": "to_feet", "result": "6.6", "success": True, "error": None}]
 
 
 async def test_a_rubric_scores_without_rescaling(load, encode):
     pool = await load(EnvironmentSpec("graded_sentence", {"flavor": "sweet"}))
-    scored = await pool.answer("graded_sentence", 0, encode("a comet is not a star !"), "stop")
-    assert scored.reward.total_reward == pytest.approx(1.7)
+    prompt = await pool.prepare("graded_sentence", 0)
+    assert prompt.messages[0]["content"] == "Write one sentence with this word.\n\ncomet"
+    reward = (await pool.answer("graded_sentence", 0, encode("a comet is not a star !"), "stop")).reward
+    assert reward.total_reward == pytest.approx(1.7)
+    assert reward.sample_metrics == {"has_word": 1.0, "num_words": 7.0, "num_exclamations": 1.0}
+    assert (reward.golden_answers, reward.sample_tags) == ({"has_word": "comet"}, {"flavor": "sweet"})
     assert (await pool.describe("graded_sentence")).metrics_ranges["num_exclamations"]["invert"]
 
 

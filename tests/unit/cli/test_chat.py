@@ -51,9 +51,8 @@ def conversation():
     server = HTTPServer(("127.0.0.1", 0), FakeServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = connect(f"http://127.0.0.1:{server.server_port}", "secret")
-    yield Conversation(
-        client, "model", ChatSettings(temperature=0.5, top_p=1.0, stops={"stop_token_ids": [7]}), system="Be short."
-    )
+    settings = ChatSettings(temperature=0.5, top_p=1.0, stops={"stop_token_ids": [7]})
+    yield Conversation(client, "model", settings, system="Be short.")
     server.shutdown()
     server.server_close()
 
@@ -83,14 +82,10 @@ def test_a_refused_question_leaves_the_history_as_it_was(conversation):
     assert conversation.messages == []
 
 
-def test_a_server_that_breaks_off_is_an_error(conversation):
+def test_a_server_that_breaks_off_is_an_error_that_ends_the_command(conversation):
     FakeServer.fault = "break off"
     with pytest.raises(InfrastructureError, match="does not answer"):
         list(conversation.ask("first"))
-
-
-def test_a_server_that_breaks_off_ends_the_command_with_a_message(conversation):
-    FakeServer.fault = "break off"
     with pytest.raises(RunError, match="The conversation has ended: the server does not answer"):
         chat._answer(conversation, "first")
 

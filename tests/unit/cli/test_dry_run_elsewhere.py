@@ -43,7 +43,7 @@ def test_gpus_that_are_asked_for_and_not_here_are_an_error(dry_run, settings):
 
 
 def test_a_problem_of_this_machine_is_a_remark_on_a_run_for_another(dry_run):
-    for values in ({"device": "cuda", "gpu": 80}, {"ray_address": "10.0.0.1:6379"}):
+    for values in ({"device": "cuda", "gpu": 80}, {"ray_address": "10.0.0.1:6379"}, {"config": EXAMPLE, "gpu": 80}):
         printed, error = dry_run(**values, run_dir="/proc/telescope")
         assert error is None
         assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
@@ -165,13 +165,6 @@ def test_experts_on_two_ranks_do_not_fit(dry_run, tmp_path):
     assert DOES_NOT_FIT not in dry_run(config=EXAMPLE, model=model)[0]
     printed, _ = dry_run(config=EXAMPLE, model=model, gpu=80)
     assert re.search(r"A trainer worker needs about \d+\.\d GiB, and a GPU has 80\.0 GiB: raise trainer_num_w", printed)
-
-
-def test_a_problem_of_this_machine_is_a_remark_on_a_plan_for_assumed_gpus(dry_run, tried):
-    printed, error = dry_run(config=EXAMPLE, gpu=80, run_dir="/proc/telescope")
-    assert error is None
-    assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
-    assert tried == [False]
 
 
 def test_what_the_sizes_of_a_model_exclude_is_an_error_on_a_plan_for_assumed_gpus(dry_run):

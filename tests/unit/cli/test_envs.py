@@ -130,9 +130,8 @@ def test_a_model_is_served_meanwhile_and_answers_with_what_its_context_leaves(ca
     monkeypatch.setattr(chat, "build_config", lambda target: SimpleNamespace(model=target))
     monkeypatch.setattr(chat, "serving", serving)
     monkeypatch.setattr(chat, "find_stops", lambda config, target: {"stop_token_ids": [7]})
-    code, out, _ = run(
-        capsys, "try", "hendrycks_math", "--set", "dataset=own", "--model", "models/tiny", "--items", "2"
-    )
+    arguments = ["--set", "dataset=own", "--model", "models/tiny", "--items", "2"]
+    code, out, _ = run(capsys, "try", "hendrycks_math", *arguments)
     assert code == 0 and out.count("[assistant] hello") == 2
     assert served == [("models/tiny", "models/tiny"), "ended"]
     _, body, key = chat_server.requests[-1]
@@ -183,10 +182,8 @@ def test_try_uses_a_model_server(capsys, chat_server, monkeypatch):
         return f"<answer>{results[-1]}</answer>" if results else f"<call>{question}</call>"
 
     chat_server.reply = staticmethod(reply)
-    settings = ["--set", "prompt_style=short", "--set", "max_operations=1"]
-    code, out, err = run(
-        capsys, "try", "calculator_agent", "--url", chat_server.url, "--items", "3", "--json", *settings
-    )
+    settings = ["--items", "3", "--json", "--set", "prompt_style=short", "--set", "max_operations=1"]
+    code, out, err = run(capsys, "try", "calculator_agent", "--url", chat_server.url, *settings)
     records = json.loads(out)
     assert code == 0
     assert [record["score"]["total_reward"] for record in records] == [1.0] * 3

@@ -132,16 +132,11 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         (["slurm", "--image", "me/telescope:1"], "a job of slurm has no --image, which is for kuberay and skypilot"),
         (["kuberay", *KUBERAY, "--cpu-nodes", "2"], "a job of kuberay has no --cpu-nodes"),
         (["skypilot", "--partition", "gpu"], "a job of skypilot has no --partition"),
-        *(
-            ([*kind, name, value], f"{name} is {value}; set it to")
-            for kind, name, value in (
-                (["slurm"], "--nodes", "0"),
-                (["slurm"], "--gpus-per-node", "-8"),
-                (["slurm"], "--cpus-per-node", "0"),
-                (["slurm"], "--cpu-nodes", "-1"),
-                (["kuberay", *KUBERAY], "--retries", "-1"),
-            )
-        ),
+        (["slurm", "--nodes", "0"], "--nodes is 0; set it to"),
+        (["slurm", "--gpus-per-node", "-8"], "--gpus-per-node is -8; set it to"),
+        (["slurm", "--cpus-per-node", "0"], "--cpus-per-node is 0; set it to"),
+        (["slurm", "--cpu-nodes", "-1"], "--cpu-nodes is -1; set it to"),
+        (["kuberay", *KUBERAY, "--retries", "-1"], "--retries is -1; set it to"),
         (["kuberay", *KUBERAY[:-1], "yes"], "--spot is 'yes'; kuberay needs the label"),
         (["skypilot"], "move it below this folder"),
     ):

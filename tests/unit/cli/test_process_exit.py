@@ -49,8 +49,7 @@ def test_a_command_without_ray_ends_as_any_python_program():
 
 
 def test_a_closed_output_pipe_does_not_change_the_code():
-    ended = run("sys.stderr.close(); return 0")
-    assert ended.returncode == 0
+    assert run("sys.stderr.close(); return 0").returncode == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -16,9 +16,8 @@ WORDLE = "environments: [{name: wordle, kwargs: {max_turns: 3}}]\n"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The tokenizer of a Qwen base model."""
-    return released.write_tokenizer(
-        tmp_path_factory.mktemp("qwen"), "qwen3", template="qwen2_5", eos_token="<|endoftext|>"
-    )
+    place = tmp_path_factory.mktemp("qwen")
+    return released.write_tokenizer(place, "qwen3", template="qwen2_5", eos_token="<|endoftext|>")
 
 
 def verify(capsys, tmp_path: Path, *arguments: str) -> tuple[int, str, str]:

@@ -38,30 +38,18 @@ def sample_rows(step: int) -> list[dict[str, Any]]:
         for index in range(SAMPLES_PER_GROUP):
             reward = float(chosen.random() < 0.2 + 0.05 * step) if kept else 0.0
             start = T0 + STEP_SECONDS * step
-            rows.append(
-                {
-                    "sample_id": f"{step * NUM_GROUPS + group}-{index}",
-                    "group_id": step * NUM_GROUPS + group,
-                    "sample_index": index,
-                    "environment": ("countdown", "wordle")[group % 2],
-                    "status": "kept" if kept else "discarded",
-                    "reason": None if kept else "zero_advantage",
-                    "step": step,
-                    "reward": reward,
-                    "advantage": reward - 0.5 if kept else None,
-                    "prompt_text": f"<|im_start|>user\nMake {step} of 100 % of the numbers<|im_end|>\n",
-                    "completion_text": f"the answer_{index} of group {group} is Straße",
-                    "golden": {"target": str(step)},
-                    "metrics": {"correct": reward},
-                    "tags": {"level": str(group)},
-                    "stop_reason": "length" if index == 3 else "stop",
-                    "num_turns": 1,
-                    "prompt_tokens": 10,
-                    "completion_tokens": chosen.randrange(5, 50),
-                    **{"start_version": step, "end_version": step, "age": 0, "server": 0, "lane": index},
-                    **{"started_at": start, "generated_at": start + 4, "finished_at": start + 5},
-                }
-            )
+            fate = {"status": "kept"} if kept else {"status": "discarded", "reason": "zero_advantage"}
+            rows.append({
+                "sample_id": f"{step * NUM_GROUPS + group}-{index}", "group_id": step * NUM_GROUPS + group,
+                "sample_index": index, "environment": ("countdown", "wordle")[group % 2], "step": step,
+                "reason": None, **fate, "reward": reward, "advantage": reward - 0.5 if kept else None,
+                "prompt_text": f"<|im_start|>user\nMake {step} of 100 % of the numbers<|im_end|>\n",
+                "completion_text": f"the answer_{index} of group {group} is Straße", "golden": {"target": str(step)},
+                "metrics": {"correct": reward}, "tags": {"level": str(group)}, "num_turns": 1, "prompt_tokens": 10,
+                "stop_reason": "length" if index == 3 else "stop", "completion_tokens": chosen.randrange(5, 50),
+                "start_version": step, "end_version": step, "age": 0, "server": 0, "lane": index,
+                "started_at": start, "generated_at": start + 4, "finished_at": start + 5,
+            })  # fmt: skip
     return rows
 
 
@@ -84,31 +72,20 @@ def write_step(recorder: Recorder, step: int) -> None:
         write_sample(recorder, row)
         turn = {"sample_id": row["sample_id"], "turn": 0, "role": "assistant", "text": row["completion_text"]}
         recorder.write("turns", {**turn, "num_tokens": 3})
-        numbers = {
-            name: [0.0, -0.1, -0.2, float("nan")] for name in ("engine_logprobs", "trainer_logprobs", "entropies")
-        }
+        values = [0.0, -0.1, -0.2, float("nan")]
+        numbers = {"engine_logprobs": values, "trainer_logprobs": values, "entropies": values}
         tokens = {"token_ids": [9, 1, 2, 3], "trained": [False] + [True] * 3, "versions": [-1] + [step] * 3, **numbers}
         recorder.write("tokens", {"sample_id": row["sample_id"], "part": 0, "step": step, **tokens})
         span = {"name": "generate", "component": "rollout", "server": 0, "step": step, "sample_id": row["sample_id"]}
-        times = {
-            "start": row["started_at"],
-            "end": row["generated_at"],
-            "attributes": {"lane": str(row["lane"]), "first_token_seconds": "0.25"},
-        }
-        recorder.write("spans", {**span, **times})
+        times = {"start": row["started_at"], "end": row["generated_at"]}
+        attributes = {"lane": str(row["lane"]), "first_token_seconds": "0.25"}
+        recorder.write("spans", {**span, **times, "attributes": attributes})
     for group in range(NUM_GROUPS):
         of_group = [row for row in rows if row["group_id"] == step * NUM_GROUPS + group]
         rewards = [row["reward"] for row in of_group]
-        recorder.write(
-            "groups",
-            {
-                **{name: of_group[0][name] for name in ("group_id", "environment", "step", "status", "reason")},
-                "num_samples": len(rewards),
-                "reward_mean": sum(rewards) / len(rewards),
-                "reward_std": 0.5,
-                "opened_at": of_group[0]["started_at"],
-            },
-        )
+        row = {name: of_group[0][name] for name in ("group_id", "environment", "step", "status", "reason")}
+        row |= {"num_samples": len(rewards), "opened_at": of_group[0]["started_at"]}
+        recorder.write("groups", {**row, "reward_mean": sum(rewards) / len(rewards), "reward_std": 0.5})
     trained = [row["reward"] for row in rows if row["status"] == "kept"]
     mean = sum(trained) / len(trained)
     metrics: dict[str, float] = {}
@@ -123,18 +100,14 @@ def write_step(recorder: Recorder, step: int) -> None:
             metrics |= {f"reward/{environment}/mean": rewards.mean()}
             metrics |= {f"sample_metrics/{environment}/correct": rewards.mean()}
     metrics |= {
-        "reward/all_groups/mean": sum(row["reward"] for row in rows) / len(rows),
-        "reward/total/mean": mean,
-        "entropy": 1.0 - 0.01 * step,
-        "timing_waiting_for_data": 6.2,
-        "timing_step_total": STEP_SECONDS,
+        "reward/all_groups/mean": sum(row["reward"] for row in rows) / len(rows), "reward/total/mean": mean,
+        "entropy": 1.0 - 0.01 * step, "timing_waiting_for_data": 6.2, "timing_step_total": STEP_SECONDS,
         "grad_norm": float("nan") if step == 3 else 1.0,
-    }
+    }  # fmt: skip
     start = T0 + STEP_SECONDS * step
     columns = {"version": step + 1, "started_at": start, "ended_at": start + STEP_SECONDS, "num_tokens_trained": 100}
-    recorder.write(
-        "steps", {"step": step, **columns, "reward_mean": metrics["reward/all_groups/mean"], "metrics": metrics}
-    )
+    columns["reward_mean"] = metrics["reward/all_groups/mean"]
+    recorder.write("steps", {"step": step, **columns, "metrics": metrics})
     gauge = {"time": start, "name": "queue_depth", "component": "orchestrator"}
     recorder.write("gauges", {**gauge, "value": step})
     line = {"time": T0 + step, "level": "INFO", "component": "driver", "source": f"driver-{step % 2}.log"}

@@ -89,13 +89,8 @@ def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
         {"turn": 2, "role": "assistant", "num_tokens": 1, "restarts": None, "parent": 0},
     ]
     numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
-    sequence = {
-        "part": 0,
-        "token_ids": [9, 1, 2, 8, 3],
-        "versions": [-1, 4, 4, -1, 5],
-        "trained": [False, True, True, False, True],
-    }
-    add_tokens(turns, [{**sequence, **numbers}])
+    sequence = {"part": 0, "token_ids": [9, 1, 2, 8, 3], "versions": [-1, 4, 4, -1, 5]}
+    add_tokens(turns, [{**sequence, "trained": [False, True, True, False, True], **numbers}])
     assert (turns[0]["token_ids"], turns[0]["versions"], turns[2]["token_ids"]) == ([1, 2], [4, 4], [3])
     assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
 

@@ -75,9 +75,8 @@ def test_steps_are_columns_without_superseded_rows(client, root):
 def test_statistics_of_samples_stand_beside_the_step_metrics(client):
     metrics = client.get("/api/runs/below~second/steps").json()["metrics"]
     for step in (0, 7):
-        values = [
-            row["reward"] for row in sample_rows(step) if row["status"] == "kept" and row["environment"] == "countdown"
-        ]
+        kept = [row for row in sample_rows(step) if row["status"] == "kept"]
+        values = [row["reward"] for row in kept if row["environment"] == "countdown"]
         ginis = [gini(values[first : first + 4]) for first in (0, 4)]
         for name in ("sample_metrics/countdown/correct", "reward/countdown"):
             assert metrics[f"{name}/std"][step] == pytest.approx(np.std(values, ddof=1))
@@ -95,9 +94,7 @@ def test_steps_are_read_once(tmp_path):
         assert store.steps()[0] == 3
         read = Run.rows_since
         reads = []
-        store.run.rows_since = lambda name, cursor, *rest: (
-            reads.append((name, cursor)) or read(store.run, name, cursor, *rest)
-        )
+        store.run.rows_since = lambda name, at, *rest: reads.append((name, at)) or read(store.run, name, at, *rest)
         write_step(recorder, 3)
         assert recorder.flush()
         assert store.steps(3)[1]["step"] == [3]

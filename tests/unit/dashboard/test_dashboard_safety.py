@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -145,16 +146,11 @@ def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, c
 
 
 def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root, tmp_path, monkeypatch):
-    def fail(_store, _since=0):
-        raise IndexError("column of 257")
-
-    monkeypatch.setattr(RunStore, "steps", fail)
+    monkeypatch.setattr(RunStore, "steps", Mock(side_effect=IndexError("column of 257")))
     app = create_app([root], documents=tmp_path / "user")
     reply = TestClient(app, "http://localhost", raise_server_exceptions=False).get("/api/runs/first/steps")
-    assert reply.status_code == 500
-    assert reply.json()["detail"] == (
-        "The dashboard failed here, and its terminal has the details. IndexError: column of 257"
-    )
+    words = "The dashboard failed here, and its terminal has the details. IndexError: column of 257"
+    assert (reply.status_code, reply.json()["detail"]) == (500, words)
     with pytest.raises(IndexError):
         TestClient(app, "http://localhost").get("/api/runs/first/steps")
 

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import duckdb
 from fastapi.testclient import TestClient
@@ -26,11 +27,8 @@ def test_only_new_rows_are_read_of_a_table_that_has_changed(root, monkeypatch):
     store = RunStore(Run(root / "first"))
     num_rows = store.refresh("samples")["samples"]
     cursors = []
-    monkeypatch.setattr(
-        store.run,
-        "rows_since",
-        lambda name, cursor, _: cursors.append(cursor) or Run.rows_since(store.run, name, cursor),
-    )
+    read = Run.rows_since
+    monkeypatch.setattr(store.run, "rows_since", lambda name, at, _: cursors.append(at) or read(store.run, name, at))
     assert store.refresh("samples")["samples"] == num_rows > 0
     assert cursors == []
     newest = max((root / "first" / "tables" / "samples").iterdir())
@@ -50,12 +48,8 @@ def test_a_value_is_made_once_for_all_requests_until_its_state_changes(root):
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: store.kept("number", 0, make), range(4))) == [1] * 4
-    assert [store.kept(*key, make) for key in (("number", 0), ("number", 5), ("number", 5), ("other", 5))] == [
-        1,
-        2,
-        2,
-        3,
-    ]
+    keys = [("number", 0), ("number", 5), ("number", 5), ("other", 5)]
+    assert [store.kept(*key, make) for key in keys] == [1, 2, 2, 3]
 
 
 def test_a_list_of_runs_opens_no_database(root, monkeypatch):
@@ -64,10 +58,7 @@ def test_a_list_of_runs_opens_no_database(root, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_read_is_named_once(root, monkeypatch):
-    def fail(run, steps=None):
-        raise OSError("not now")
-
-    monkeypatch.setattr(Run, "summary", fail)
+    monkeypatch.setattr(Run, "summary", Mock(side_effect=OSError("not now")))
     client = client_of(root)
     problems = [client.get("/api/runs").json()["problems"] for _ in range(2)]
     assert [row["problem"] for row in problems[0]] == ["not now"] * 2 and problems[1] == problems[0]
@@ -118,10 +109,8 @@ def test_one_sample_is_read_from_one_file_of_a_table(tmp_path, monkeypatch):
     write_blocks(tmp_path / "run", 3)
     store = RunStore(Run(tmp_path / "run"))
     opened = []
-    monkeypatch.setattr(
-        "telescope.dashboard.store.block_rows",
-        lambda name, blocks: opened.append(len(blocks)) or block_rows(name, blocks),
-    )
+    read = lambda name, blocks: opened.append(len(blocks)) or block_rows(name, blocks)  # noqa: E731
+    monkeypatch.setattr("telescope.dashboard.store.block_rows", read)
     for row in Run(tmp_path / "run").table("samples").to_pylist():
         store.refresh("turns")
         opened.clear()
@@ -169,17 +158,8 @@ def test_an_empty_run_has_empty_pages(tmp_path):
     Recorder(tmp_path / "run").close()
     client = client_of(tmp_path)
     assert client.get("/api/runs/run/health").json()["verdict"][0]["text"] == "No step has ended yet."
-    for path in (
-        "",
-        "/steps",
-        "/samples",
-        "/groups?step=0",
-        "/spans",
-        "/gauges?names=x",
-        "/gauges/names",
-        "/logs",
-        "/evals",
-    ):
+    paths = "/steps /samples /groups?step=0 /spans /gauges?names=x /gauges/names /logs /evals"
+    for path in ("", *paths.split()):
         assert client.get(f"/api/runs/run{path}").status_code == 200, path
     assert client.get("/api/runs/run/distribution").json()["step"] == []
 

@@ -65,9 +65,8 @@ def test_times_of_sandboxes_are_apart_from_those_of_requests(client):
 
 
 def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):
-    assert client.get("/api/runs/below~second/gauges/names").json() == [
-        {"name": "queue_depth", "component": "orchestrator", "series": 1}
-    ]
+    (gauge,) = client.get("/api/runs/below~second/gauges/names").json()
+    assert gauge == {"name": "queue_depth", "component": "orchestrator", "series": 1}
     (series,) = client.get("/api/runs/below~second/gauges?names=queue_depth&points=2").json()
     assert (series["min"], series["mean"], series["max"]) == ([0, 6], [2.5, 8.5], [5, 11])
     assert series["time"] == [T0 + 50, T0 + 110]

@@ -23,15 +23,10 @@ STEPS = st.lists(st.dictionaries(st.sampled_from(METRICS), st.integers(-9, 9).ma
 def table(first: int, recorded: Recorded) -> pa.Table:
     """Rows of `steps` as the record has them."""
     numbers = range(first, first + len(recorded))
-    return pa.table(
-        {
-            "attempt": [0] * len(recorded),
-            "step": list(numbers),
-            **{name: [float(number) for number in numbers] for name in ("started_at", "ended_at")},
-            "num_tokens_trained": [1] * len(recorded),
-            "metrics": pa.array([list(row.items()) for row in recorded], pa.map_(pa.string(), pa.float64())),
-        }
-    )
+    times = [float(number) for number in numbers]
+    metrics = pa.array([list(row.items()) for row in recorded], pa.map_(pa.string(), pa.float64()))
+    columns = {"started_at": times, "ended_at": times, "num_tokens_trained": [1] * len(recorded), "metrics": metrics}
+    return pa.table({"attempt": [0] * len(recorded), "step": list(numbers), **columns})
 
 
 def store_of(rows: pa.Table) -> Any:

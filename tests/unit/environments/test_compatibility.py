@@ -368,34 +368,6 @@ def test_a_question_of_a_benchmark_goes_through_the_chat_template(name):
 # Folders from outside
 
 
-def test_an_outside_game_that_judges_in_env_response_is_won_with_its_last_guess():
-    environment = outside("number_game")
-    number = environment.get_sample(0).answer
-    wrong = "1" if number != "1" else "2"
-    played = roll_out_item(environment, 0, answers(wrong, wrong, number))
-    assert (played.score["total_reward"], played.end_reason) == (1.0, "won")
-    assert played.score["sample_tags"] == {"environment": "number_game", "end": "won"}
-    lost = roll_out_item(environment, 0, answers(wrong, wrong, wrong, number))
-    assert (lost.score["total_reward"], lost.end_reason) == (0.0, "max_turns_reached")
-
-
-def test_an_outside_rubric_is_not_rescaled():
-    environment = outside("graded_sentence", flavor="sweet")
-    played = roll_out_item(environment, 0, answers("a comet is not a star !"))
-    assert played.messages[0]["content"] == "Write one sentence with this word.\n\ncomet"
-    assert played.score["total_reward"] == pytest.approx(1.7)
-    assert played.score["sample_metrics"] == {"has_word": 1.0, "num_words": 7.0, "num_exclamations": 1.0}
-    assert (played.score["golden_answers"], played.score["sample_tags"]) == ({"has_word": "comet"}, {"flavor": "sweet"})
-
-
-def test_an_outside_tool_is_called_in_the_syntax_of_python():
-    environment = outside("unit_tools", unit="imperial")
-    played = roll_out_item(environment, 0, answers("I call to_feet(meters=2.0).", "<answer>6.6</answer>"))
-    assert [m["content"] for m in played.messages if m["role"] == "user"][1] == "[to_feet] 6.6 (imperial)"
-    assert (played.score["total_reward"], played.end_reason) == (1.0, "final_answer")
-    assert played.score["info_turns"] == [{"name": "to_feet", "result": "6.6", "success": True, "error": None}]
-
-
 def test_the_older_path_of_sandboxes_gives_the_same_classes():
     from telescope import sandbox
     from telescope.environments import _sandbox

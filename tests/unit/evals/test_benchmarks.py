@@ -58,9 +58,8 @@ def test_the_hubs_rows_become_the_items(monkeypatch, name, requested):
     key = "question" if name == "aime_2025" else "problem"
     hub = serve_rows(monkeypatch, lambda _, subset, split: [{key: f"{subset} {n}?", "answer": n} for n in range(3)])
     evaluation = get_eval(name)
-    assert [s.prompt for s in evaluation._loaded()] == [
-        f"{subset} {n}?" for _, subset, _ in requested for n in range(3)
-    ]
+    prompts = [f"{subset} {n}?" for _, subset, _ in requested for n in range(3)]
+    assert [s.prompt for s in evaluation._loaded()] == prompts
     assert hub.requested == requested
     other = get_eval(name, dataset_name="someone/exams", dataset_split="dev", num_samples=2)
     assert len(other) == 2

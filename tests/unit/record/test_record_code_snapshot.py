@@ -47,10 +47,8 @@ def snapshot(path: Path, start: Path, *folders: Path, max_bytes: int = 2000) -> 
 
 def test_the_snapshot_has_tracked_and_new_sources_and_the_changes(checkout: Path, tmp_path: Path) -> None:
     found = snapshot(tmp_path / "code" / "attempt-1.tar.gz", checkout / "pkg")
-    sources = {name for name in found if name.startswith("sources/")}
-    assert sources == {
-        f"sources/{name}" for name in ("pkg/a.py", ".gitignore", "notes.txt", "tracked.env", "untracked.py")
-    }
+    sources = {name.removeprefix("sources/") for name in found if name.startswith("sources/")}
+    assert sources == {"pkg/a.py", ".gitignore", "notes.txt", "tracked.env", "untracked.py"}
     assert found["sources/notes.txt"] == "new\n"
     assert "-old\n+new" in found["changes.diff"]
     assert "KEY=" not in "".join(found.values()), "neither a secret nor its change"

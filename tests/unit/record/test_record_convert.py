@@ -10,11 +10,10 @@ from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import TABLES
 
+NAME = st.text(st.characters(), max_size=3)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=3),
     max_leaves=5,
 )
 
@@ -30,11 +29,8 @@ def test_any_value_can_be_in_a_batch(name, data):
 
 
 def test_numpy_values_are_numbers():
-    row = {
-        "step": np.int64(3),
-        "reward_mean": np.float32(0.5),
-        "metrics": {"a": np.float64(1), "b": np.int32(2), "c": True},
-    }
+    metrics = {"a": np.float64(1), "b": np.int32(2), "c": True}
+    row = {"step": np.int64(3), "reward_mean": np.float32(0.5), "metrics": metrics}
     table, problems = rows_to_table(TABLES["steps"], [row])
     assert not problems
     assert table.to_pylist()[0]["metrics"] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]

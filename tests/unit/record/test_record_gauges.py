@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -50,15 +51,8 @@ def test_numbers_of_one_name_differ_by_label_and_gpu():
 
 
 def test_a_failing_read_is_reported_once_per_error_type_and_retried():
-    answers = iter([OSError("gone"), OSError("still gone"), ValueError("odd"), [Reading(1.0, "n", 2.0)]])
-
-    def read() -> list[Reading]:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    sampler = Sampler("test", 60.0, read)
+    answers = [OSError("gone"), OSError("still gone"), ValueError("odd"), [Reading(1.0, "n", 2.0)]]
+    sampler = Sampler("test", 60.0, Mock(side_effect=answers))
     for _ in range(4):
         sampler.sample()
     batch = sampler.take()
@@ -115,55 +109,34 @@ class FakeNvml(ModuleType):
     NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
     NVMLError_NoPermission = type("NVMLError_NoPermission", (NVMLError,), {})
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+    NVML_NVLINK_MAX_LINKS = 18
 
     def __init__(self, num_gpus: int = 1) -> None:
         super().__init__("pynvml")
-        self.num_gpus = num_gpus
         self.power_asked = 0
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.num_gpus
+        answers = {
+            "Init": None, "DeviceGetCount": num_gpus, "DeviceGetTemperature": 61, "DeviceGetName": b"NVIDIA H100",
+            "DeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=41), "SystemGetDriverVersion": "550.54",
+            "DeviceGetMemoryInfo": SimpleNamespace(used=3, total=8), "SystemGetCudaDriverVersion": 12040,
+            "DeviceGetEnforcedPowerLimit": 700_000,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            setattr(self, f"nvml{name}", lambda *_, answer=answer: answer)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUtilizationRates(self, device: int):
-        return type("Rates", (), {"gpu": 97, "memory": 41})
-
-    def nvmlDeviceGetMemoryInfo(self, device: int):
-        return type("Memory", (), {"used": 3, "total": 8})
-
-    def nvmlDeviceGetTemperature(self, device: int, sensor: int) -> int:
-        return 61
-
     def nvmlDeviceGetClockInfo(self, device: int, clock: int) -> int:
         return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 2619}[clock]
-
-    NVML_NVLINK_MAX_LINKS = 18
-
-    def nvmlDeviceGetName(self, device: int) -> bytes:
-        return b"NVIDIA H100"
 
     def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:
         if link == 4 or device == 1:
             raise self.NVMLError_NotSupported
         return 1
 
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "550.54"
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:
-        return 12040
-
     def nvmlDeviceGetPowerUsage(self, device: int) -> int:
         self.power_asked += 1
         raise self.NVMLError_NotSupported
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, device: int) -> int:
-        return 700_000
 
 
 def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
@@ -176,9 +149,8 @@ def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.
     assert found[1, "gpu_utilization_percent"] == 97
     assert found[1, "gpu_memory_used_bytes"] == 3
     assert found[0, "gpu_sm_clock_mhz"] == 1980
-    assert {name: value for (gpu, name), value in found.items() if gpu == 0 and "power" in name} == {
-        "gpu_power_limit_watts": 700
-    }
+    power = {name: value for (gpu, name), value in found.items() if gpu == 0 and "power" in name}
+    assert power == {"gpu_power_limit_watts": 700}
     assert undocumented(name for _, name in found) == []
 
 

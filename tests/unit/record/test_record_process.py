@@ -18,16 +18,14 @@ def test_a_process_with_the_same_id_and_another_start_is_another_process():
     assert current.is_alive() is True
     assert replace(current, started="1").is_alive() is False
     assert replace(current, pid=2**22 + 1).is_alive() is False
-
-
-def test_liveness_of_a_process_on_another_machine_is_unknown():
-    assert ELSEWHERE.is_alive() is None
+    assert ELSEWHERE.is_alive() is None, "that of a process on another machine is unknown"
 
 
 def test_a_started_run_is_live_while_its_process_runs(tmp_path):
     current = ProcessIdentity.current()
     assert status_now(tmp_path, info(current)) == "live"
     assert status_now(tmp_path, info(replace(current, started="1"))) == "dead"
+    assert status_now(tmp_path, info(current, "failed")) == "failed", "a written end is final"
 
 
 def test_a_run_on_another_machine_is_live_while_it_sends_heartbeats(tmp_path):
@@ -38,13 +36,8 @@ def test_a_run_on_another_machine_is_live_while_it_sends_heartbeats(tmp_path):
     assert status_now(tmp_path, info(ELSEWHERE)) == "dead"
 
 
-def test_a_written_end_is_final(tmp_path):
-    assert status_now(tmp_path, info(ProcessIdentity.current(), "failed")) == "failed"
-
-
 def test_run_json_is_read_as_written_and_counts_attempts(tmp_path):
-    assert next_attempt(tmp_path) == 1
-    assert read_run_json(tmp_path) is None
+    assert (next_attempt(tmp_path), read_run_json(tmp_path)) == (1, None)
     written = info(ELSEWHERE)
     write_run_json(tmp_path, written)
     assert read_run_json(tmp_path) == written

@@ -2,26 +2,20 @@
 
 import duckdb
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.record.reader import cutoffs, superseded, superseded_sql
 
 
-def test_the_steps_beyond_a_checkpoint_are_superseded():
-    assert cutoffs({1: 1, 2: 51}) == {1: 51}
-
-
-def test_going_back_further_supersedes_two_attempts():
-    assert cutoffs({1: 1, 2: 51, 3: 21}) == {1: 21, 2: 21}
-
-
-def test_an_attempt_that_trained_nothing_supersedes_nothing():
-    assert cutoffs({1: 1, 2: None}) == {}
-
-
-def test_a_first_attempt_supersedes_nothing():
-    assert cutoffs({1: 1}) == {}
+@pytest.mark.parametrize(
+    ("first_steps", "expected"),
+    [({1: 1, 2: 51}, {1: 51}), ({1: 1, 2: 51, 3: 21}, {1: 21, 2: 21}), ({1: 1, 2: None}, {}), ({1: 1}, {})],
+    ids=["beyond a checkpoint", "going back further", "an attempt that trained nothing", "a first attempt"],
+)
+def test_an_attempt_supersedes_steps_of_earlier_ones_from_its_first(first_steps, expected):
+    assert cutoffs(first_steps) == expected
     assert superseded_sql({}) == "false"
 
 
@@ -34,12 +28,8 @@ FIRST_STEPS = st.dictionaries(st.integers(1, 4), st.none() | st.integers(0, 9))
 @given(ROWS, FIRST_STEPS)
 def test_arrow_and_sql_hide_the_same_rows_as_the_rule(rows, first_steps):
     cut = cutoffs(first_steps)
-    data = pa.table(
-        {
-            "attempt": pa.array([attempt for attempt, _ in rows], pa.int64()),
-            "step": pa.array([step for _, step in rows], pa.int64()),
-        }
-    )
+    columns = [pa.array([row[place] for row in rows], pa.int64()) for place in (0, 1)]
+    data = pa.table(columns, names=["attempt", "step"])
     expected = [
         step is not None
         and any(first is not None and later > attempt and step >= first for later, first in first_steps.items())

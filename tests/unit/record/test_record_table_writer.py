@@ -192,18 +192,6 @@ def put_stream(path: Path, table: pa.Table) -> None:
         stream.write_table(table)
 
 
-def put_text(path: Path) -> None:
-    path.write_bytes(b"not a stream")
-
-
-def put_nothing(path: Path) -> None:
-    path.touch()
-
-
-def put_other_columns(path: Path) -> None:
-    put_stream(path, pa.table({"other": [1, 2]}))
-
-
 def put_other_types(path: Path) -> None:
     put_stream(path, pa.table({"value": ["no number"]}))
 
@@ -214,7 +202,16 @@ def put_dangling_link(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["000000000001.arrows", "000000000002.arrows", "000000000007.arrows"])
 @pytest.mark.parametrize(
-    "put", [put_text, put_nothing, put_other_columns, put_other_types, put_dangling_link, Path.mkdir]
+    "put",
+    [
+        lambda path: path.write_bytes(b"not a stream"),
+        Path.touch,
+        lambda path: put_stream(path, pa.table({"other": [1, 2]})),
+        put_other_types,
+        put_dangling_link,
+        Path.mkdir,
+    ],
+    ids=["text", "nothing", "other columns", "other types", "dangling link", "folder"],
 )
 def test_what_is_no_tail_of_the_table_is_set_aside_and_rows_go_on(tmp_path, caplog, put, name):
     folder = tmp_path / "tables" / "gauges"

@@ -62,10 +62,8 @@ def test_conversations_have_the_set_share_of_errors(share, low, high):
 
 
 def test_examples_follow_from_the_seed_and_the_task():
-    drawn = [
-        [source.draw(0.5) for _ in range(50)]
-        for source in (examples_of(TinyModelSettings(task="calculator_agent", seed=seed)) for seed in (1, 1, 2))
-    ]
+    sources = [examples_of(TinyModelSettings(task="calculator_agent", seed=seed)) for seed in (1, 1, 2)]
+    drawn = [[source.draw(0.5) for _ in range(50)] for source in sources]
     assert drawn[0] == drawn[1] != drawn[2]
     assert TinyModelSettings(task="calculator_agent").key != TinyModelSettings().key
     with pytest.raises(UserError, match="task is chess; use one of countdown, calculator_agent"):

@@ -106,10 +106,7 @@ def test_only_the_answers_and_their_end_tokens_are_trained(settings):
 def test_a_conversation_of_several_turns_is_written_as_the_template_writes_it():
     tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
     example = ExampleSource(SERIES).draw(0.0)
-    messages = [
-        message for turn in example for message in (*turn.messages, {"role": "assistant", "content": turn.answer})
-    ]
+    turns = [(*turn.messages, {"role": "assistant", "content": turn.answer}) for turn in example]
     (tokens_L,), _ = encode_examples([example], tokenizer)
-    assert (
-        tokens_L.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)[:-1]
-    )  # all but the last newline
+    written = tokenizer.apply_chat_template([message for turn in turns for message in turn], return_dict=False)
+    assert tokens_L.tolist() == written[:-1], "all but the last newline"

@@ -35,25 +35,19 @@ def test_the_same_corpus_gives_the_same_ids():
     assert build_tokenizer(CORPUS, 384).get_vocab() == TOKENIZER.get_vocab()
 
 
-@pytest.mark.parametrize("text", MARKUP_TOKENS)
-def test_markup_is_one_token_that_decoding_keeps(text):
+@pytest.mark.parametrize(
+    ("text", "kept"), [*((text, text) for text in MARKUP_TOKENS), (TURN_START, ""), (TURN_END, ""), (PADDING, "")]
+)
+def test_markup_and_special_tokens_are_single_and_the_latter_vanish_on_request(text, kept):
     ids = TOKENIZER(text)["input_ids"]
     assert len(ids) == 1
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
-
-
-@pytest.mark.parametrize("text", [TURN_START, TURN_END, PADDING])
-def test_special_tokens_are_single_and_vanish_on_request(text):
-    ids = TOKENIZER(text)["input_ids"]
-    assert len(ids) == 1
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == ""
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == kept
 
 
 def test_the_chat_template_is_chatml():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 7 12 -> 22"}]
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3 7 12 -> 22<|im_end|>\n<|im_start|>assistant\n"
-    )
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert text == f"{system}<|im_start|>user\n3 7 12 -> 22<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.eos_token == TURN_END
     assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -50,10 +51,8 @@ def drawn(run_dir: Path, width: int, height: int | None = None) -> str:
 def shown(status: RunStatus, width: int = 400, *, is_terminal: bool = False) -> str:
     """What a view that begins and ends now writes."""
     out = io.StringIO()
-    view = LiveView(
-        Console(file=out, width=width, height=40, force_terminal=is_terminal, color_system=None),
-        watch=lambda run_dir: f"tool ui {run_dir}",
-    )
+    console = Console(file=out, width=width, height=40, force_terminal=is_terminal, color_system=None)
+    view = LiveView(console, watch=lambda run_dir: f"tool ui {run_dir}")
     view.start(status)
     view.stop()
     return out.getvalue()
@@ -119,10 +118,7 @@ def test_numbers_that_are_not_finite_are_drawn(tmp_path: Path, bad: float) -> No
 def test_a_record_that_cannot_be_read_leaves_the_phase_and_is_logged_once(
     live_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("no such disk")
-
-    monkeypatch.setattr("telescope.tui.overview.read_overview", fail)
+    monkeypatch.setattr("telescope.tui.overview.read_overview", Mock(side_effect=OSError("no such disk")))
     caplog.set_level("INFO", "telescope.tui.live")
     assert "saving" in shown(RunStatus("demo", 50, phase="saving", run_dir=str(live_run)), is_terminal=True)
     assert caplog.messages == ["the record of the run cannot be shown: OSError('no such disk')"]

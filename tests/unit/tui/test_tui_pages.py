@@ -197,18 +197,15 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
             assert "3 of 50 steps" in view.text("#about")
             await view.press("4", "1")
             replay.write_step(3)
-            replay.recorder.write(
-                "logs", {"time": time.time(), "level": "ERROR", "component": "x", "message": "newest"}
-            )
+            line = {"level": "ERROR", "component": "x"}
+            replay.recorder.write("logs", {**line, "time": time.time(), "message": "newest"})
             replay.recorder.flush()
             await view.poll()
             assert "4 of 50 steps" in view.text("#about")
             await view.press("4")
             assert view.text("RichLog").strip().endswith("newest")
             before = view.text("RichLog").count("\n")
-            replay.recorder.write(
-                "logs", {"time": time.time(), "level": "INFO", "component": "x", "message": "one more"}
-            )
+            replay.recorder.write("logs", {**line, "time": time.time(), "message": "one more"})
             replay.recorder.flush()
             await view.poll()
             assert view.text("RichLog").count("\n") == before + 1
