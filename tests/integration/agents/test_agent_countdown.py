@@ -11,13 +11,9 @@ from tests.integration.agents.test_agents import sampled_once
 from telescope.environments.agent_countdown.environment import AGENTS, AgentCountdownEnvironment
 
 PUZZLES = {
-    "dataset": "generated",
-    "operations": "+",
-    "min_numbers": 2,
-    "max_numbers": 2,
-    "max_target": 200,
+    "dataset": "generated", "operations": "+", "min_numbers": 2, "max_numbers": 2, "max_target": 200,
     "format_reward": 0.0,
-}
+}  # fmt: skip
 CHATS = {"checker": ["", "checker"]}
 JOINS = {"checker": [None, None], "compacting": [None, "compaction"]}
 

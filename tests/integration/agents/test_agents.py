@@ -115,8 +115,8 @@ async def test_chats_have_their_own_sequences_and_rewards(bench: Any) -> None:
     made = await bench(Chats, lambda prompt: "4")
     sample = await made.run()
     assert sample.chat_rewards == {"checker": 0.25}
-    assert sorted((s.chat, s.num_trained > 0) for s in sample.sequences()) == [
-        ("", False), ("", True), ("checker", True)]  # fmt: skip
+    trained = sorted((s.chat, s.num_trained > 0) for s in sample.sequences())
+    assert trained == [("", False), ("", True), ("checker", True)]
 
 
 async def test_an_engine_that_fails_begins_the_rollout_again(bench: Any) -> None:

@@ -81,12 +81,6 @@ async def disconnects_in_mid_stream(context: RolloutContext) -> str:
     return f"{len((await ask(context)).choices)} answers"
 
 
-async def sends_10_mb(context: RolloutContext) -> str:
-    status = await refused(ask(context, "word " * 2_000_000))
-    await ask(context)
-    return status
-
-
 async def uses_another_key(context: RolloutContext) -> str:
     other = context._services._endpoint  # type: ignore[attr-defined]
     ended_key = other.open(None, None)
@@ -97,16 +91,13 @@ async def uses_another_key(context: RolloutContext) -> str:
     return status
 
 
-async def asks_for_another_model(context: RolloutContext) -> str:
-    status = await refused(ask(context, model="gpt-6"))
-    await ask(context)
-    return status
+def is_refused(**fields: Any) -> Any:
+    async def act(context: RolloutContext) -> str:
+        status = await refused(ask(context, **fields))
+        await ask(context)
+        return status
 
-
-async def asks_for_four_answers(context: RolloutContext) -> str:
-    status = await refused(ask(context, n=4))
-    await ask(context)
-    return status
+    return act
 
 
 async def exits_in_a_background_task(context: RolloutContext) -> str:
@@ -133,8 +124,8 @@ class Faulty(Agent):
     ("act", "saw"),
     [
         (is_killed, "exit code -9"), (calls_twice_at_once, "2 answers"), (floods, f"{MAX_IN_FLIGHT} answers"),
-        (disconnects_in_mid_stream, "1 answers"), (sends_10_mb, "400"), (uses_another_key, "401"),
-        (asks_for_another_model, "404"), (asks_for_four_answers, "400"),
+        (disconnects_in_mid_stream, "1 answers"), (uses_another_key, "401"), (is_refused(model="gpt-6"), "404"),
+        (is_refused(n=4), "400"), (is_refused(text="word " * 2_000_000), "400"),
         (exits_in_a_background_task, "user code raised SystemExit: 3"),
     ],
 )  # fmt: skip

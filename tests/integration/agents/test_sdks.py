@@ -62,10 +62,9 @@ class Messages(Agent):
             calls = [block for block in message.content if block.type == "tool_use"]
             if not calls:
                 return RewardResult(float(message.content[-1].text == "It is 4."))
-            results = [
-                {"type": "tool_result", "tool_use_id": c.id, "content": str(sum(c.input.values()))} for c in calls
-            ]
-            messages.append({"role": "user", "content": results})
+            results = [(call.id, str(sum(call.input.values()))) for call in calls]
+            content = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in results]
+            messages.append({"role": "user", "content": content})
 
 
 class Framework(Agent):

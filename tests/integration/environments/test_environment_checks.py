@@ -45,22 +45,17 @@ class Own(Environment):
     def load_dataset(self, num_samples=-1):
         return [Sample("What is 2 + 2?", "4")]
 """
-LENIENT = (
-    BODY
-    + """
+LENIENT = f"""{BODY}
     def compute_reward(self, completion, sample, eos_token=""):
         return RewardResult(float(sample.answer in completion or not completion))
 """
-)
-CLIENT = (
-    BODY
-    + """
+CLIENT = f"""{BODY}
     def solution(self, sample):
         return ["a", "b", "c", "<answer>4</answer>"]
     async def rollout(self, sample, context):
         async with context.openai() as client:
             async def ask(*texts):
-                messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 9, texts)]
+                messages = [dict(role=role, content=text) for role, text in zip(["user", "assistant"] * 9, texts)]
                 done = await client.chat.completions.create(model="policy", messages=messages)
                 return done.choices[0].message.content
             first = await ask("Go.")
@@ -69,7 +64,6 @@ CLIENT = (
             last = await ask("Go.", "No.", "End.")
         return RewardResult(float(last == "<answer>4</answer>"))
 """
-)
 
 
 def check(capsys, name, *options, kwargs=None):

@@ -98,11 +98,8 @@ def test_a_failed_sandbox_is_replaced_once_and_then_masks_the_sample(monkeypatch
     monkeypatch.setattr(LocalSandboxProvider, "execute", execute)
     solution = own_rows()[0]["solution"]
     (result,) = score((0, solution))
-    assert (result.total_reward, result.sample_metrics["retry_count"], result.sample_metrics["sandbox_error"]) == (
-        1,
-        1,
-        1,
-    )
+    metrics = result.sample_metrics
+    assert (result.total_reward, metrics["retry_count"], metrics["sandbox_error"]) == (1, 1, 1)
     fails[0] = 2
     (error,) = score((0, solution))
     assert isinstance(error, SandboxError)

@@ -35,22 +35,15 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def problems(tmp_path: Path) -> str:
     """A file with three problems. Nothing can equal the answer of one."""
-    rows = [
-        {"problem": "1 + 1?", "answer": "2"},
-        {"problem": "2?", "answer": "}"},
-        {"problem": "3?", "answer": "#### 3"},
-    ]
+    answers = {"1 + 1?": "2", "2?": "}", "3?": "#### 3"}
+    rows = [{"problem": problem, "answer": answer} for problem, answer in answers.items()]
     (tmp_path / "problems.json").write_text(json.dumps(rows))
     return str(tmp_path / "problems.json")
 
 
 def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argument() -> None:
-    infos = try_environments(
-        [
-            EnvironmentSpec("countdown", {"num_samples": 12}, key="training"),
-            EnvironmentSpec("countdown", {"num_samples": 12}, key="the same once more"),
-        ]
-    )
+    keys = ("training", "the same once more")
+    infos = try_environments([EnvironmentSpec("countdown", {"num_samples": 12}, key=key) for key in keys])
     assert [info.num_samples for info in infos] == [12, 12]
     (puzzles,) = notices_of(infos)
     assert puzzles.startswith(COUNTDOWN)

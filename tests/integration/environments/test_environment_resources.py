@@ -34,10 +34,8 @@ def test_a_missing_program_or_package_of_a_sandbox_is_named_before_a_run(monkeyp
 
 def test_a_judge_that_does_not_answer_is_named_before_a_run(rows):
     with judge_server(lambda _: (404, "no such model", {})) as (url, requests):
-        message = (
-            rf"The environment 'dataset': the judge 'grader' at {url} failed: .*404.*no such model.*\. Correct url"
-        )
-        with pytest.raises(UnreachableError, match=message):
+        problem = rf"the judge 'grader' at {url} failed: .*404.*no such model.*\. Correct url"
+        with pytest.raises(UnreachableError, match=f"The environment 'dataset': {problem}"):
             try_environments([judged(rows, url)])
     assert len(requests) == 1
     with judge_server(lambda body: grades(body, 0)) as (url, _):

@@ -62,9 +62,8 @@ def test_every_task_fails_untouched_and_is_solved_by_its_solution():
             scores = {}
             for index, task in enumerate(own_tasks()):
                 (solution,) = task.solution.values()
-                untouched, solved = await asyncio.gather(
-                    attempt(environment, index), attempt(environment, index, solution.decode())
-                )
+                attempts = (attempt(environment, index), attempt(environment, index, solution.decode()))
+                untouched, solved = await asyncio.gather(*attempts)
                 scores[task.name] = (untouched[0].total_reward, solved[0].total_reward)
             return scores, len(environment.sandboxes.in_use_sandboxes)
 
@@ -91,15 +90,10 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
 
     async def run():
         async with ready("terminal_tasks", tasks=str(tmp_path), provider="local") as environment:
-            solved, replies = await attempt(
-                environment,
-                0,
-                "pwd; cat in/greeting name; test -x in/greeting && echo $NAME",
-                files["solution/solve.sh"],
-            )
-            forged, _ = await attempt(
-                environment, 0, "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
-            )
+            look = "pwd; cat in/greeting name; test -x in/greeting && echo $NAME"
+            solved, replies = await attempt(environment, 0, look, files["solution/solve.sh"])
+            forge = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
+            forged, _ = await attempt(environment, 0, forge)
             return solved, replies, forged, environment.get_sample(0)
 
     solved, replies, forged, sample = asyncio.run(run())
@@ -197,11 +191,6 @@ def test_a_time_limit_of_nothing_is_refused(folder):
         get_environment("lengths", environments_path=[folder], tools=["shell"], command_timeout_seconds=0)
     with pytest.raises(UserError, match="timeout_per_test is 0"):
         get_environment("i3_code", dataset="own", timeout_per_test=0)
-
-
-def test_an_unknown_name_of_a_tool_is_refused(folder):
-    with pytest.raises(UserError, match="there is no tool 'bash'; use shell or sandbox_python"):
-        get_environment("lengths", environments_path=[folder], tools=["bash"])
 
 
 def test_a_shell_computes_what_countdown_asks_for():

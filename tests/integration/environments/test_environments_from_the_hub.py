@@ -69,11 +69,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     write_parquet(root / COUNTDOWN / "data" / "train-00000-of-00001.parquet", puzzles)
     exams = [{"question": f"{n} + 1?", "answer": str(n + 1), "subject": "sums"} for n in range(5)]
     write_parquet(root / EXAMS / "test.parquet", exams)
-    dapo = [
-        {"prompt": [{"content": f"{n % 30} + 1?", "role": "user"}], "reward_model": {"ground_truth": str(n % 30 + 1)}}
-        for n in range(3000)
-    ]
-    write_parquet(root / DAPO / "data" / "train-00000-of-00001.parquet", dapo)
+    asked = [([{"content": f"{n} + 1?", "role": "user"}], {"ground_truth": str(n + 1)}) for n in range(30)]
+    dapo = [{"prompt": prompt, "reward_model": truth} for prompt, truth in asked]
+    write_parquet(root / DAPO / "data" / "train-00000-of-00001.parquet", dapo * 100)
     write_jsonl(root / DEEPSCALER / "train.jsonl", [{"problem": "1 + 1?", "answer": "2", "solution": ""}])
     write_jsonl(root / MATH500 / "test.jsonl", [{"problem": "2 + 2?", "answer": "4", "subject": "Algebra", "level": 1}])
     parts = ["---", "configs:"]
@@ -93,13 +91,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def load(hub: Hub, home: Path, *wanted: tuple[str, dict[str, Any]]) -> list[Any]:
     """Loads each environment in a new process; returns (prompt, answer, metadata) of its samples, or its error."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(wanted)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment | hub.environment(home),
-    )
+    command = [sys.executable, "-c", LOAD, json.dumps(wanted)]
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": environment | hub.environment(home)}
+    done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
     return [json.loads(line.removeprefix("LOADED")) for line in done.stdout.splitlines() if line.startswith("LOADED")]
 

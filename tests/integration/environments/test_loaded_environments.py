@@ -96,17 +96,15 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(loa
     assert not uids[0] & uids[1]
     prompt = await pool.prepare("eval/countdown", 0)
     assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    record = (
-        await pool.answer("eval/countdown", 0, encode("<answer>95**97**99</answer>"), "stop", for_eval=True)
-    ).reward
+    answer = encode("<answer>95**97**99</answer>")
+    record = (await pool.answer("eval/countdown", 0, answer, "stop", for_eval=True)).reward
     assert record.sample_metrics == {"reward": 0.0, "correct": 0.0, "format": 0.0}
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
 
 
 async def test_prompts_that_cannot_be_rendered_are_one_line_with_count_item_and_reason(load, tmp_path):
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": "1"}} for n in range(12)
-    ]
+    truth = {"reward_model": {"ground_truth": "1"}}
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], **truth} for n in range(12)]
     for n in (5, 7):
         rows[n]["prompt"] = [{"role": "user", "content": [{"type": "image", "n": n}]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

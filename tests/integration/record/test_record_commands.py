@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,9 +62,7 @@ def test_a_run_shows_its_progress_and_its_first_accuracy_before_it_ends(capsys, 
         recorder.flush()
         assert main(["runs", "--root", str(tmp_path)]) == 0
         out = capsys.readouterr().out
-    assert "live" in out
-    assert " 1/60 " in out
-    assert "0.25 -> -" in out
+    assert "live" in out and " 1/60 " in out and "0.25 -> -" in out
 
 
 DUMP = "RayTaskError(EngineStartError): \x1b[36mray::InferenceActor.start()\x1b[39m (pid=28718)\n" + "a frame\n" * 200
@@ -119,9 +118,8 @@ def test_an_error_for_a_folder_without_runs_names_the_fix(capsys, tmp_path, monk
 
 
 def test_csv_is_exact_and_has_a_header(ask):
-    out = ask(
-        "query", "SELECT step, reward_mean, metrics FROM steps ORDER BY step", "--run", "third", "--format", "csv"
-    )[1]
+    sql = "SELECT step, reward_mean, metrics FROM steps ORDER BY step"
+    out = ask("query", sql, "--run", "third", "--format", "csv")[1]
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["reward_mean"] for row in rows] == ["0.0", "0.25", "0.5"]
     assert json.loads(rows[0]["metrics"]) == {"entropy": 0.25, "odd": None}
@@ -141,6 +139,7 @@ def test_a_table_shows_markup_unchanged_and_reports_no_rows(ask):
 
 def test_latest_names_the_run_that_it_is(ask, root):
     assert f"the latest run is {root / 'third'}\n" in ask("query", "SELECT 1", "--run", "latest")[2]
+    assert ask("query", "SELECT DISTINCT run FROM steps", "--run", "latest", "--format", "csv")[1] == "run\nthird\n"
     assert f"3 runs in {root}\n" in ask("query", "SELECT 1")[2]
     assert ask("query", "SELECT 1", "--run", str(root / "third"))[2] == "", "a path that was typed is known"
 
@@ -164,10 +163,6 @@ def test_runs_are_found_where_the_environment_variable_puts_them(command, root, 
     lines = capsys.readouterr().out.splitlines()
     folders = [line.split()[-1].rpartition("/")[2] for line in lines[1:]]
     assert sorted(folders) == ["first", "second", "third"], "each once"
-
-
-def test_latest_is_the_run_that_started_last(ask):
-    assert ask("query", "SELECT DISTINCT run FROM steps", "--run", "latest", "--format", "csv")[1] == "run\nthird\n"
 
 
 def test_a_run_can_be_named_by_folder_path_or_name(ask, root):
@@ -194,6 +189,9 @@ def test_several_runs_are_compared(ask):
         (("CREATE TABLE x AS PIVOT steps ON step USING sum(reward_mean)",), ["CREATE is not possible", "read-only"]),
         (("-- x\nEXPLAIN ANALYZE COPY (PIVOT steps ON step USING sum(step)) TO 'x'",), ["COPY is not possible"]),
         (("EXPLAIN (ANALYZE) DROP VIEW steps",), ["DROP is not possible"]),
+        (("SET enable_external_access = true",), []),
+        (("SELECT set_config('enable_external_access', 'true')",), []),
+        (("SELECT * FROM sql",), []),  # a variable of this process
     ],
 )
 def test_bad_input_is_an_error_with_exit_code_2(ask, arguments, parts):
@@ -205,15 +203,10 @@ def test_bad_input_is_an_error_with_exit_code_2(ask, arguments, parts):
 @pytest.mark.parametrize(
     "source",
     [
-        "read_text('{file}')",
-        "read_csv('{file}')",
-        "glob('{folder}/*')",
-        "'{file}'",
-        "read_parquet('https://example.com/x')",
-        "'.tmp/secret.csv'",
-        "read_text('{folder}/.tmp/*')",
+        "read_text('{file}')", "read_csv('{file}')", "glob('{folder}/*')", "'{file}'", "'.tmp/secret.csv'",
+        "read_parquet('https://example.com/x')", "read_text('{folder}/.tmp/*')",
     ],
-)
+)  # fmt: skip
 def test_a_query_reads_only_the_tables(ask, monkeypatch, tmp_path, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".tmp").mkdir()
@@ -286,15 +279,6 @@ def test_csv_in_a_file_holds_values_as_they_are(ask):
     assert ask("query", "SELECT chr(27) || '[31m' AS x", "--format", "csv")[1] == "x\n\x1b[31m\n"
 
 
-def test_a_query_cannot_lift_that_restriction(ask):
-    for sql in ("SET enable_external_access = true", "SELECT set_config('enable_external_access', 'true')"):
-        assert ask("query", sql)[0] == 2
-
-
-def test_variables_of_this_process_are_not_tables(ask):
-    assert ask("query", "SELECT * FROM sql")[0] == 2
-
-
 def test_tables_are_read_from_a_relative_folder_with_odd_characters(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with Recorder(tmp_path / "it's [1] * ?" / "run", flush_seconds=0.01) as recorder:
@@ -315,11 +299,8 @@ def test_times_with_a_time_zone_are_text(ask):
 
 def test_an_sql_error_is_one_error_with_its_position(ask):
     status, _, error = ask("query", "SELECT step, FROM FROM steps")
-    assert status == 2
-    assert error.startswith("telescope: Parser Error")
-    assert "problems" not in error
-    assert "LINE 1: SELECT step, FROM FROM steps" in error
-    assert "^" in error
+    assert status == 2 and error.startswith("telescope: Parser Error") and "problems" not in error
+    assert "LINE 1: SELECT step, FROM FROM steps" in error and "^" in error
 
 
 @pytest.fixture
@@ -329,15 +310,10 @@ def damaged(tmp_path):
         with Recorder(tmp_path / "runs" / folder, flush_seconds=0.01) as recorder:
             begin_run(recorder, name=folder, config_hash="", config_json="{}")
             for step in range(first, first + 40):
-                recorder.write(
-                    "steps", {"step": step, "reward_mean": random.random(), "metrics": {"x": random.random()}}
-                )
+                numbers = {"reward_mean": random.random(), "metrics": {"x": random.random()}}
+                recorder.write("steps", {"step": step, **numbers})
     (path,) = (tmp_path / "runs" / "hurt" / "tables" / "steps").glob("*.parquet")
     return tmp_path / "runs", path
-
-
-def cut(content: bytes) -> bytes:
-    return content[:-1]
 
 
 def wipe_footer(content: bytes) -> bytes:
@@ -348,7 +324,7 @@ def wipe_pages(content: bytes) -> bytes:
     return content[:4] + b"\xff" * (len(content) // 2) + content[4 + len(content) // 2 :]
 
 
-@pytest.mark.parametrize("damage", [cut, wipe_footer, wipe_pages, lambda content: b""])
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], wipe_footer, wipe_pages, lambda content: b""])
 def test_a_damaged_file_is_left_out_with_a_warning_and_an_exit_code(damaged, damage, capsys, caplog):
     root, path = damaged
     path.write_bytes(damage(path.read_bytes()))
@@ -454,10 +430,7 @@ def test_a_compaction_without_space_says_so_and_loses_nothing(tmp_path, capsys, 
             recorder.write("steps", {"step": step})
             assert recorder.flush(30)
 
-    def fail(path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(table_writer, "sync", fail)
+    monkeypatch.setattr(table_writer, "sync", Mock(side_effect=OSError(28, "No space left on device")))
     assert main(["compact", str(tmp_path / "run")]) == 1
     assert "No space left on device. Nothing is lost." in capsys.readouterr().err
     assert Run(tmp_path / "run").table("steps")["step"].to_pylist() == [0, 1]

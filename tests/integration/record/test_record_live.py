@@ -67,10 +67,9 @@ def test_concurrent_queries_count_each_row_once(tmp_path):
     with start(tmp_path) as process:
         flushed(process)
         database, seen = Database([Run(tmp_path)]), 0
+        sql = "SELECT count(*), count(DISTINCT step), max(step) FROM steps"
         for _ in range(25):
-            ((count, distinct, most),) = database.execute(
-                "SELECT count(*), count(DISTINCT step), max(step) FROM steps"
-            ).rows
+            ((count, distinct, most),) = database.execute(sql).rows
             assert count == distinct == most + 1 >= seen
             seen = count
         process.communicate("", timeout=WAIT_SECONDS)

@@ -22,9 +22,8 @@ from telescope.record.table_files import block_name
 def write_attempt(run_dir, steps, *, name="demo", status="finished", first_step=None, reward=0.0, error=None):
     """An attempt that trains `steps`, with two samples and turns each, a log line each, and a discarded sample."""
     with Recorder(run_dir, attempt=next_attempt(run_dir), flush_seconds=0.01) as recorder:
-        info = begin_run(
-            recorder, name=name, config_hash="abc", config_json='{"seed": 1}', tags=["t"], first_step=first_step
-        )
+        config = {"config_hash": "abc", "config_json": '{"seed": 1}'}
+        info = begin_run(recorder, name=name, tags=["t"], first_step=first_step, **config)
         for step in steps:
             for place in range(2):
                 sample = f"{step}-{place}"
@@ -143,17 +142,11 @@ def test_an_error_lists_existing_names(resumed, sql, parts):
 @pytest.mark.parametrize(
     "sql",
     [
-        "COPY steps TO '{path}'",
-        "EXPLAIN ANALYZE COPY steps TO '{path}'",
-        "explain (analyze) copy steps to '{path}'",
-        "EXPORT DATABASE '{path}'",
-        "ATTACH '{path}'",
-        "INSTALL httpfs",
-        "CREATE TABLE x (a INT)",
-        "DELETE FROM steps",
+        "COPY steps TO '{path}'", "EXPLAIN ANALYZE COPY steps TO '{path}'", "explain (analyze) copy steps to '{path}'",
+        "EXPORT DATABASE '{path}'", "ATTACH '{path}'", "INSTALL httpfs", "CREATE TABLE x (a INT)", "DELETE FROM steps",
         "SET threads = 1",
     ],
-)
+)  # fmt: skip
 def test_a_query_cannot_write(resumed, tmp_path, sql):
     path = tmp_path / "written"
     with pytest.raises(UserError, match="read-only"):

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,18 +30,16 @@ def reports(caplog) -> list[str]:
 
 def test_rows_written_by_many_threads_are_read_back(tmp_path):
     with Recorder(tmp_path, flush_seconds=0.01) as recorder:
-        threads = [
-            threading.Thread(
-                target=lambda place=place: [recorder.write("gauges", {"value": place * 100 + k}) for k in range(100)]
-            )
-            for place in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for name in TABLES:
-            recorder.write(name, {})
-        for thread in threads:
-            thread.join()
+
+        def write(place: int) -> None:
+            for value in range(place * 100, place * 100 + 100):
+                recorder.write("gauges", {"value": value})
+
+        with ThreadPoolExecutor(8) as pool:
+            written = pool.map(write, range(8))
+            for name in TABLES:
+                recorder.write(name, {})
+            assert list(written) == [None] * 8
     run = Run(tmp_path)
     assert sorted(value for value in run.table("gauges")["value"].to_pylist() if value is not None) == list(range(800))
     assert all(run.table(name).num_rows >= 1 for name in TABLES)
@@ -137,14 +137,12 @@ def test_an_unknown_table_or_column_raises(tmp_path, table, row):
 
 
 def test_a_full_disk_is_reported_once_and_drops_the_least_important_rows(tmp_path):
-    answer = subprocess.run(
-        [sys.executable, str(WRITER), str(tmp_path), "small-files"], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, str(WRITER), str(tmp_path), "small-files"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()
-    assert sum("CANNOT BE WRITTEN" in line for line in lines) == 1
-    assert sum("is written again" in line for line in lines) == 1
-    assert sum("Rows dropped" in line for line in lines) == 1
+    for words in ("CANNOT BE WRITTEN", "is written again", "Rows dropped"):
+        assert sum(words in line for line in lines) == 1
     run = Run(tmp_path)
     assert run.table("steps")["step"].to_pylist() == list(range(600))
     kept = run.table("samples").num_rows + run.table("logs").num_rows
@@ -212,9 +210,7 @@ def test_a_run_whose_disk_stays_full_is_listed_with_its_end(tmp_path, monkeypatc
     info = begin_run(recorder, name="full", config_hash="", config_json="{}")
     assert recorder.flush(30)
 
-    def full(self, content):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(Path, "write_bytes", full)
     monkeypatch.setattr(TableWriter, "append", full)
     end_run(recorder, info, "failed", config_json="{}", error="the disk is full")
@@ -287,8 +283,7 @@ def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
     recorder.describe_now(lambda: {"phase": "training", "components": {"trainer": "waiting for a batch"}})
     assert recorder.flush()
     now = Run(tmp_path).now()
-    assert (now["attempt"], now["phase"]) == (1, "training")
-    assert now["components"] == {"trainer": "waiting for a batch"}
+    assert (now["attempt"], now["phase"], now["components"]["trainer"]) == (1, "training", "waiting for a batch")
     end_run(recorder, info, "finished", config_json="{}")
     assert recorder.flush()
     assert Run(tmp_path).now() is None
@@ -297,11 +292,8 @@ def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
 
 
 def test_rows_are_written_when_the_state_of_the_run_cannot_be(tmp_path, caplog):
-    def fails():
-        raise RuntimeError("a bug")
-
     with Recorder(tmp_path, flush_seconds=600) as recorder:
-        recorder.describe_now(fails)
+        recorder.describe_now(Mock(side_effect=RuntimeError("a bug")))
         recorder.write("steps", {"step": 0, "metrics": {}})
         assert recorder.flush() and recorder.flush()
     assert Run(tmp_path).table("steps").num_rows == 1
@@ -309,8 +301,6 @@ def test_rows_are_written_when_the_state_of_the_run_cannot_be(tmp_path, caplog):
 
 
 def test_samples_in_flight_are_shown_while_the_run_is_live(tmp_path):
-    from telescope.record.run_info import begin_run
-
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     begin_run(recorder, name="r", config_hash="", config_json="{}")
     recorder.set_in_flight([{"sample_id": "a", "completion_tokens": np.int64(5), "unknown": 1}])

@@ -175,13 +175,8 @@ def test_no_program_gives_more_rights(run: Run):
     assert "NoNewPrivs:\t1" in status
     assert all(f"{kind}:\t0000000000000000" in status for kind in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
     assert run("cp /bin/sh /tmp/sh && chmod u+s /tmp/sh && /tmp/sh -p -c 'id -u'").stdout == "1000\n"
-    for command in (
-        "mount -t tmpfs none /mnt",
-        "unshare -U true",
-        "unshare -r true",
-        "chroot / true",
-        "date -s 2000-01-01",
-    ):
+    commands = "mount -t tmpfs none /mnt, unshare -U true, unshare -r true, chroot / true, date -s 2000-01-01"
+    for command in commands.split(", "):
         assert run(command).exit_code != 0, command
 
 
@@ -431,20 +426,21 @@ def test_without_bubblewrap_nothing_runs_and_the_error_names_the_command(monkeyp
         get_provider()
 
 
-def test_the_error_of_a_bubblewrap_that_fails_is_shown_without_advice_that_does_not_fit(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("Unknown option --disable-userns", "Unknown option --disable-userns$"),
+        ("No permissions to create new namespace", r"No permissions to create new namespace(.|\n)*AppArmor"),
+    ],
+)
+def test_the_error_of_a_bubblewrap_that_fails_is_shown_with_advice_where_it_fits(
+    tmp_path: Path, error: str, shown: str
+):
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: Unknown option --disable-userns' >&2\nexit 1\n")
+    broken.write_text(f"#!/bin/sh\necho 'bwrap: {error}' >&2\nexit 1\n")
     broken.chmod(0o755)
-    with pytest.raises(SandboxSetupError, match=r"Unknown option --disable-userns$"):
-        run_sync(get_provider("local", bwrap=str(broken)).create(SMALL))
-
-
-def test_where_namespaces_are_forbidden_the_error_says_how_to_allow_them(tmp_path: Path):
-    forbidden = tmp_path / "bwrap"
-    forbidden.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    forbidden.chmod(0o755)
-    provider = get_provider("local", bwrap=str(forbidden))
-    with pytest.raises(SandboxSetupError, match=r"No permissions to create new namespace(.|\n)*AppArmor"):
+    provider = get_provider("local", bwrap=str(broken))
+    with pytest.raises(SandboxSetupError, match=shown):
         run_sync(provider.create(SMALL))
 
 
