@@ -97,11 +97,8 @@ def dependencies_of(name: str) -> list[importlib.metadata.Distribution]:
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: Path):
     """Folders without __init__.py included, since an environment needs none; data files included."""
-    kept = {
-        str(path.relative_to(ROOT / "src"))
-        for path in (ROOT / "src" / "telescope").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    files = [path for path in (ROOT / "src" / "telescope").rglob("*") if path.is_file()]
+    kept = {str(path.relative_to(ROOT / "src")) for path in files if "__pycache__" not in path.parts}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert kept <= names, sorted(kept - names)
     assert "telescope/dashboard/static/index.html" in names
@@ -110,15 +107,9 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path):
 
 
 def test_the_installed_package_is_the_wheels_and_has_nothing_heavy(installed: Path, elsewhere: Path):
-    printed = run(
-        [
-            str(installed / "python"),
-            "-c",
-            "import importlib.util as u, telescope; print(telescope.__file__);"
-            "print([n for n in ('torch', 'ray', 'vllm', 'transformers') if u.find_spec(n)])",
-        ],
-        cwd=elsewhere,
-    )
+    code = "import importlib.util as u, telescope; print(telescope.__file__);"
+    code += "print([n for n in ('torch', 'ray', 'vllm', 'transformers') if u.find_spec(n)])"
+    printed = run([str(installed / "python"), "-c", code], cwd=elsewhere)
     path, heavy = printed.splitlines()
     assert Path(path).is_relative_to(installed.parent)
     assert heavy == "[]"
@@ -194,9 +185,8 @@ recorder.close()
 """
     run([sys.executable, "-c", writer], cwd=elsewhere)
     question = "select max(reward_mean) as best from steps"
-    printed = run(
-        [str(installed / "telescope"), "query", "--run", "runs/one", "--format", "json", question], cwd=elsewhere
-    )
+    command = [str(installed / "telescope"), "query", "--run", "runs/one", "--format", "json", question]
+    printed = run(command, cwd=elsewhere)
     assert json.loads(printed) == [{"best": 1.0}]
 
 
@@ -204,10 +194,8 @@ def test_the_entry_point_of_vllm_is_registered(installed: Path, elsewhere: Path)
     code = (
         "from importlib.metadata import entry_points as e; print(*[p.value for p in e(group='vllm.general_plugins')])"
     )
-    assert (
-        run([str(installed / "python"), "-c", code], cwd=elsewhere).strip()
-        == "telescope.inference.vllm.plugin:register"
-    )
+    found = run([str(installed / "python"), "-c", code], cwd=elsewhere)
+    assert found.strip() == "telescope.inference.vllm.plugin:register"
 
 
 def test_the_environment_of_these_tests_does_not_leak_in(installed: Path):

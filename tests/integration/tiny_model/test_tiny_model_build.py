@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,9 +103,7 @@ def test_the_warm_start_learns(tmp_path):
 
 
 def test_a_second_call_trains_nothing(built, root):
-    def report(_):
-        raise AssertionError("the cache did not answer")
-
+    report = Mock(side_effect=AssertionError("the cache did not answer"))
     assert ensure_tiny_model(root, tied=built[1], report=report, **SMALL) == built[0]
 
 
@@ -129,11 +128,8 @@ def test_a_damaged_model_is_built_again(tmp_path, name, damage):
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        ensure_tiny_model(tmp_path, report=interrupt, **SMALL)
+        ensure_tiny_model(tmp_path, report=Mock(side_effect=KeyboardInterrupt), **SMALL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,10 +196,7 @@ def test_the_default_cache_follows_the_desktop_convention(monkeypatch, tmp_path)
 
 
 def test_an_interrupted_build_reports_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("telescope.tiny_model.build.warm_start", interrupted)
+    monkeypatch.setattr("telescope.tiny_model.build.warm_start", Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["tiny-model", "--output", str(tmp_path / "model")]) == 130
     assert "is not kept" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
