@@ -38,15 +38,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"gradient_checkpointing_layers": 3},
-        {"gradient_checkpointing": False},
-        {"recompute_attention": True},
-        {"fsdp_reshard_after_forward": False},
-        {"model_dtype": "bfloat16"},
+        {}, {"gradient_checkpointing_layers": 3}, {"gradient_checkpointing": False}, {"recompute_attention": True},
+        {"fsdp_reshard_after_forward": False}, {"model_dtype": "bfloat16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_peak_of_a_step_is_near_the_estimate(
     models: dict[bool, Path], tied: bool, settings: dict[str, Any]
 ) -> None:

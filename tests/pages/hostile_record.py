@@ -53,12 +53,8 @@ def write_hostile_run(run_dir: Path) -> None:
         for step in range(2):
             _write_step(recorder, step)
         evaluation = {
-            "eval_id": f"../{MARKUP}",
-            "name": MARKUP,
-            "status": "finished",
-            "metric": MARKUP,
-            "accuracy": 0.5,
-        }
+            "eval_id": f"../{MARKUP}", "name": MARKUP, "status": "finished", "metric": MARKUP, "accuracy": 0.5,
+        }  # fmt: skip
         recorder.write("evals", {**evaluation, "step": 1, "version": 2, "num_items": 1, "num_completions": 1})
         recorder.write(
             "eval_samples", {"eval_id": evaluation["eval_id"], "sample_id": "0-0", "item": 0, "completion": 0}

@@ -10,19 +10,10 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "telescope"
 LAYERS = (
-    ("cli",),
-    ("testing", "tui", "verify"),
-    ("dashboard", "orchestrator"),
-    ("cluster", "evals", "trackers"),
-    ("rollout",),
-    ("inference", "trainer"),
-    ("record", "tiny_model", "weights"),
-    ("algorithms", "environments", "health"),
-    ("config",),
-    ("sandbox",),
-    ("utils",),
-    ("errors",),
-)
+    ("cli",), ("testing", "tui", "verify"), ("dashboard", "orchestrator"), ("cluster", "evals", "trackers"),
+    ("rollout",), ("inference", "trainer"), ("record", "tiny_model", "weights"),
+    ("algorithms", "environments", "health"), ("config",), ("sandbox",), ("utils",), ("errors",),
+)  # fmt: skip
 """Packages from top to bottom. Each may import packages of lower layers, also inside functions and for types alone."""
 
 RANK = {package: rank for rank, layer in enumerate(reversed(LAYERS)) for package in layer}

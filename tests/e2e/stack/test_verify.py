@@ -49,8 +49,7 @@ async def test_a_trainer_without_temperature_fails_only_parity_and_the_first_ste
     checks = await run_all_checks(stack, dataclasses.replace(stack.parts, settings=settings))
     failed = {name for name, check in checks.items() if not check.ok}
     assert failed == {
-        "engine and trainer logprobs agree (temperature 1)",
-        "the first training step is on-policy",
+        "engine and trainer logprobs agree (temperature 1)", "the first training step is on-policy",
     }  # fmt: skip
     assert len(checks) == 7
 

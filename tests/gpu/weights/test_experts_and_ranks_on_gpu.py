@@ -53,14 +53,10 @@ def on_gpus(model: PreTrainedModel, folder: Path, workers: int, transport: str) 
 @pytest.fixture(
     scope="module",
     params=[
-        case(1, "untied", 1, STAGED),
-        case(2, "tied", 1, "nccl"),
-        case(3, "tied", 2, "nccl"),
-        case(3, "untied", 2, "nccl"),
-        case(4, "untied", 4, STAGED),
-        case(5, "untied", 4, "nccl"),
+        case(1, "untied", 1, STAGED), case(2, "tied", 1, "nccl"), case(3, "tied", 2, "nccl"),
+        case(3, "untied", 2, "nccl"), case(4, "untied", 4, STAGED), case(5, "untied", 4, "nccl"),
     ],
-)
+)  # fmt: skip
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM server per kind of embedding, number of workers and transport."""
     kind, workers, transport = request.param

@@ -15,14 +15,10 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SUMS = [str(b) for b in range(20)]
 """Answers to the dataset's first questions."""
 CASES: dict[str, tuple[list[str], float, dict[str, Any]]] = {
-    "Solver": (["5", "0"], 1.0, {}),
-    "SolverWithChecker": (["5", "no"], 0.0, {}),
-    "Reviewed": (["0", "yes"], 1.0, {}),
-    "Program": (["unused"], 1.0, {}),
-    "Diary": (SUMS, 1.0, {"max_context": 400}),
-    "Polite": (["0", "Yes"], 1.0, {}),
+    "Solver": (["5", "0"], 1.0, {}), "SolverWithChecker": (["5", "no"], 0.0, {}), "Reviewed": (["0", "yes"], 1.0, {}),
+    "Program": (["unused"], 1.0, {}), "Diary": (SUMS, 1.0, {"max_context": 400}), "Polite": (["0", "Yes"], 1.0, {}),
     "Boxed": (["It is."], 0.0, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.sandbox

@@ -18,19 +18,13 @@ from telescope.environments.terminal_tasks.tasks import own_tasks
 
 OFFLINE = {
     "agent_countdown": {"dataset": "generated", "num_samples": 20, "pool_size": 1},
-    "calculator_agent": {},
-    "countdown": {"dataset": "generated", "num_samples": 20},
-    "dapo_math": {"dataset": "own"},
-    "dataset": {"reward": "exact"},
-    "deepscaler": {"dataset": "own"},
-    "hendrycks_math": {"dataset": "own"},
+    "calculator_agent": {}, "countdown": {"dataset": "generated", "num_samples": 20}, "dapo_math": {"dataset": "own"},
+    "dataset": {"reward": "exact"}, "deepscaler": {"dataset": "own"}, "hendrycks_math": {"dataset": "own"},
     "i3_code": {"dataset": "own", "timeout_per_test": 4.0, "max_num_tests": 4, "pool_size": 2},
     "reasoning_gym": {"size": 20},
     "shell_countdown": {"dataset": "generated", "num_samples": 20, "pool_size": 2},
-    "terminal_tasks": {"pool_size": 2},
-    "textarena": {"size": 20},
-    "wordle": {},
-}
+    "terminal_tasks": {"pool_size": 2}, "textarena": {"size": 20}, "wordle": {},
+}  # fmt: skip
 """Arguments with which an environment needs no network."""
 SERVERS = {"openenv", "verifiers"}
 """Environments whose tasks and rewards another program has."""

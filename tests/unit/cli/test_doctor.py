@@ -78,14 +78,10 @@ def test_torch_has_to_fit_the_devices(answer: dict[str, object], gpus: list[str]
 @pytest.mark.parametrize(
     ("version", "cpu", "gpus", "status"),
     [
-        ("0.32.0", True, [], "ok"),
-        ("0.32.0", True, GPUS, "note"),
-        ("0.26.0", False, GPUS, "ok"),
-        ("0.26.0", False, [], "bad"),
-        ("0.9.1", True, [], "bad"),
-        (None, True, [], "bad"),
+        ("0.32.0", True, [], "ok"), ("0.32.0", True, GPUS, "note"), ("0.26.0", False, GPUS, "ok"),
+        ("0.26.0", False, [], "bad"), ("0.9.1", True, [], "bad"), (None, True, [], "bad"),
     ],
-)
+)  # fmt: skip
 def test_vllm_has_to_be_a_supported_version_for_the_device(
     monkeypatch: pytest.MonkeyPatch, version: str | None, cpu: bool, gpus: list[str], status: str
 ):

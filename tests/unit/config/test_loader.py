@@ -133,18 +133,11 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_line_and_fix(tmp_pat
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("learning-rat", "learning_rate"),
-        ("lr", "learning_rate"),
-        ("batch_size", "prompts_batch_size_for_trainer"),
-        ("number_of_step", "number_of_steps"),
-        ("warmup", "warmup_steps"),
-        ("max_model_length", "max_model_len"),
-        ("wandb_name", "wandb_run_name"),
-        ("Temperature", "temperature"),
-        ("confg", "config"),
-        ("dryrun", "dry-run"),
+        ("learning-rat", "learning_rate"), ("lr", "learning_rate"), ("batch_size", "prompts_batch_size_for_trainer"),
+        ("number_of_step", "number_of_steps"), ("warmup", "warmup_steps"), ("max_model_length", "max_model_len"),
+        ("wandb_name", "wandb_run_name"), ("Temperature", "temperature"), ("confg", "config"), ("dryrun", "dry-run"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
 
@@ -158,40 +151,27 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("learning_rate", "0", "above 0"),
-        ("learning_rate", "fast", "must be a number"),
-        ("group_size", "0", "at least 1"),
-        ("group_size", "1.5", "whole number"),
-        ("group_size", "true", "boolean"),
-        ("gpu_memory_utilization", "1.1", "at most 1"),
-        ("min_lr_ratio", "-0.1", "at least 0"),
-        ("clip_low", "1.5", "at most 1"),
-        ("otlp_receiver_port", "70000", "at most 65535"),
-        ("max_async_rollout", "-1", "at least 0"),
-        ("max_off_policy_steps", "-2", "at least -1"),
-        ("top_p", "0", "above 0"),
-        ("megatron_optimizer_offload_fraction", "2", "at most 1"),
-        ("algorithm", "gpro", "Did you mean 'grpo'?"),
-        ("model_dtype", "bf16", "one of"),
-        ("train_backend", "deepspeed", "class path"),
-        ("use_wandb", "maybe", "true or false"),
+        ("learning_rate", "0", "above 0"), ("learning_rate", "fast", "must be a number"),
+        ("group_size", "0", "at least 1"), ("group_size", "1.5", "whole number"), ("group_size", "true", "boolean"),
+        ("gpu_memory_utilization", "1.1", "at most 1"), ("min_lr_ratio", "-0.1", "at least 0"),
+        ("clip_low", "1.5", "at most 1"), ("otlp_receiver_port", "70000", "at most 65535"),
+        ("max_async_rollout", "-1", "at least 0"), ("max_off_policy_steps", "-2", "at least -1"),
+        ("top_p", "0", "above 0"), ("megatron_optimizer_offload_fraction", "2", "at most 1"),
+        ("algorithm", "gpro", "Did you mean 'grpo'?"), ("model_dtype", "bf16", "one of"),
+        ("train_backend", "deepspeed", "class path"), ("use_wandb", "maybe", "true or false"),
         ("fsdp_reshard_after_forward", "maybe", 'true or false, or "auto"'),
-        ("wandb_tags", "a", "must be a list"),
-        ("checkpoint_every", "true", "number of steps"),
-        ("resume_from_checkpoint", "0", "number of a checkpoint"),
-        ("ray_runtime_env", "[1]", "must be a mapping"),
+        ("wandb_tags", "a", "must be a list"), ("checkpoint_every", "true", "number of steps"),
+        ("resume_from_checkpoint", "0", "number of a checkpoint"), ("ray_runtime_env", "[1]", "must be a mapping"),
         ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001, the smallest share of a core that Ray counts"),
         ("ray_inference_cpus_per_worker", "0.00009", "at least 0.0001"),
         ("ray_inference_cpus_per_worker", "0", "at least 0.0001"),
         ("ray_address", "ray://10.0.0.1:10001", "ray:// addresses are those of clients outside of the cluster"),
         ("ray_address", "ray://10.0.0.1:10001", 'Start the run on a node of the cluster, with "auto" or'),
         ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
-        ("megatron_exp_avg_dtype", "int8", "one of"),
-        ("learning_rate", ".nan", "finite"),
-        ("environments", "countdown", "must be a list"),
-        ("environments", "[countdown]", "mapping with a `name`"),
+        ("megatron_exp_avg_dtype", "int8", "one of"), ("learning_rate", ".nan", "finite"),
+        ("environments", "countdown", "must be a list"), ("environments", "[countdown]", "mapping with a `name`"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
     flags = ["--environments", "[{name: a}]"] if field != "environments" else []
     message = error_of(None, *flags, f"--{field}", value)

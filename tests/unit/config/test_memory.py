@@ -14,15 +14,10 @@ from telescope.config.model_shape import ModelShape, known_shape
 
 # Parameters as the models' own pages and files state them.
 PUBLISHED = {
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
-    "Qwen/Qwen2.5-3B": 3_085_938_688,
-    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen/Qwen3-0.6B": 596_049_920,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-    "Qwen/Qwen3-8B-Base": 8_190_735_360,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-}
+    "Qwen/Qwen2.5-0.5B": 494_032_768, "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304, "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512, "Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}  # fmt: skip
 LLAMA_3_2_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -185,17 +180,13 @@ def test_documented_models_fit_a_gpu_of_139_gib():
 @pytest.mark.parametrize(
     ("gib", "settings", "recomputed"),
     [
-        (80, {}, False),
-        (24, {}, True),
-        (24, {"seq_len": 4096, "max_model_len": 4096}, False),
+        (80, {}, False), (24, {}, True), (24, {"seq_len": 4096, "max_model_len": 4096}, False),
         (24, {"gradient_checkpointing": False}, False),
         (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.6}, False),
         (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.8}, True),
-        (24, {"recompute_attention": False}, False),
-        (80, {"recompute_attention": True}, True),
-        (None, {}, False),
+        (24, {"recompute_attention": False}, False), (80, {"recompute_attention": True}, True), (None, {}, False),
     ],
-)
+)  # fmt: skip
 def test_attention_is_recomputed_where_the_memory_of_a_gpu_is_too_small_otherwise(gib, settings, recomputed):
     lengths = {"seq_len": 65_536, "max_model_len": 65_536, "max_tokens": 1024}
     memory = None if gib is None else gib * GIB
@@ -320,18 +311,13 @@ def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
     ("values", "shape", "memory", "reason"),
     [
         ({"weight_transfer": "in_place"}, known_shape("qwen3-4b"), H200, "weight_transfer is in_place"),
-        (
-            {"inference_num_workers": 2, "inference_tensor_parallel_size": 2},
-            known_shape("qwen3-4b"),
-            H200,
-            "tensor-paral",
-        ),
+        ({"inference_num_workers": 2, "inference_tensor_parallel_size": 2}, known_shape("qwen3-4b"), H200,
+         "tensor-paral"),
         ({}, ModelShape.from_config(QWEN3_30B_A3B), H200, "experts"),
-        ({}, None, H200, "sizes of the model"),
-        ({}, known_shape("qwen3-4b"), None, "memory of the GPU"),
+        ({}, None, H200, "sizes of the model"), ({}, known_shape("qwen3-4b"), None, "memory of the GPU"),
         ({}, known_shape("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
     ],
-)
+)  # fmt: skip
 def test_weights_come_in_place_where_a_second_copy_does_not_fit_or_costs_too_much(values, shape, memory, reason):
     plan = plan_staging(config(**values), shape, memory)
     assert plan.num_bytes == 0

@@ -144,33 +144,18 @@ CORES = {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus
         ({}, [(16, 1)], ["4 GPUs", "need 2 GPUs", 'Set device to "cpu"']),
         ({}, [(2, 0)], ["No GPU was found", "16 CPU cores", "has 2", "machine with GPUs", SHARES]),
         ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', "no GPU was found", '"cpu"']),
-        (
-            {"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1},
-            [(64, 4), (64, 4), (64, 4)],
-            ["inference_tensor_parallel_size is 8", "largest node has 4 GPUs"],
-        ),
-        (
-            CORES,
-            [(8, 0), (8, 0), (16, 0)],
-            ["do not fit the nodes together", "Lower inference_num_workers or trainer_num_workers"],
-        ),
-        (
-            CORES,
-            [(8, 0), (8, 0), (8, 0), (8, 0)],
-            ["ray_trainer_cpus_per_worker is 12", "Lower ray_trainer_cpus_per_worker"],
-        ),
-        (
-            {"ray_inference_placement_strategy": "STRICT_SPREAD"},
-            [(64, 8)],
-            ["STRICT_SPREAD", "Lower inference_num_workers", '"SPREAD"'],
-        ),
-        (
-            {"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6},
-            [(64, 4), (64, 4)],
-            ["STRICT_PACK", "Lower trainer_num_workers", '"PACK"'],
-        ),
+        ({"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1}, [(64, 4), (64, 4),
+         (64, 4)], ["inference_tensor_parallel_size is 8", "largest node has 4 GPUs"]),
+        (CORES, [(8, 0), (8, 0), (16, 0)], ["do not fit the nodes together",
+         "Lower inference_num_workers or trainer_num_workers"]),
+        (CORES, [(8, 0), (8, 0), (8, 0), (8, 0)], ["ray_trainer_cpus_per_worker is 12",
+         "Lower ray_trainer_cpus_per_worker"]),
+        ({"ray_inference_placement_strategy": "STRICT_SPREAD"}, [(64, 8)], ["STRICT_SPREAD",
+         "Lower inference_num_workers", '"SPREAD"']),
+        ({"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6}, [(64, 4), (64, 4)],
+         ["STRICT_PACK", "Lower trainer_num_workers", '"PACK"']),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_does_not_fit_names_the_field_to_lower(values, nodes, words):
     with pytest.raises(PlacementError) as raised:
         plan_placement(config(**values), cluster(*nodes))

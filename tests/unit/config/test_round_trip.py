@@ -42,24 +42,19 @@ ENVIRONMENTS = st.lists(
     unique_by=lambda entry: entry["name"],
 )
 FIELDS = {
-    "learning_rate": POSITIVE.filter(lambda rate: rate <= 100),
-    "weight_decay": st.floats(min_value=0, max_value=10),
-    "seed": st.integers(0, 2**63 - 1),
-    "number_of_steps": st.integers(1, 10**6),
-    "group_size": st.integers(1, 512),
+    "learning_rate": POSITIVE.filter(lambda rate: rate <= 100), "weight_decay": st.floats(min_value=0, max_value=10),
+    "seed": st.integers(0, 2**63 - 1), "number_of_steps": st.integers(1, 10**6), "group_size": st.integers(1, 512),
     "top_p": st.none() | st.floats(min_value=0, max_value=1, exclude_min=True),
     "debug": st.booleans(),
     "mixed_precision_dtype": st.none() | st.sampled_from(["float32", "float16", "bfloat16"]),
     "checkpoint_every": st.just(False) | st.integers(0, 1000),
     "resume_from_checkpoint": st.booleans() | st.integers(1, 1000),
-    "chat_template": st.none() | WORD,
-    "wandb_tags": st.lists(WORD, max_size=3),
-    "ray_runtime_env": st.none() | KWARGS,
+    "chat_template": st.none() | WORD, "wandb_tags": st.lists(WORD, max_size=3), "ray_runtime_env": st.none() | KWARGS,
     "max_off_policy_steps": st.integers(-1, 100),
     "inference_tensor_parallel_size": st.sampled_from([1, 2, 4]),
     "algorithm": st.sampled_from(["grpo", "reinforce_pp", "dr_grpo"]),
     "enable_individual_sample_lanes": st.booleans(),
-}
+}  # fmt: skip
 
 
 @st.composite

@@ -17,8 +17,7 @@ PRECISION_AWARE = "megatron_use_precision_aware_optimizer"
 
 # What breaks each rule when the user sets all of it, and the field that the message must begin with.
 BROKEN: list[tuple[str, dict[str, object]]] = [
-    ("environments", {"environments": []}),
-    ("environments", {"environments": COUNTDOWN * 2}),
+    ("environments", {"environments": []}), ("environments", {"environments": COUNTDOWN * 2}),
     ("inference_num_workers", {"inference_num_workers": 3, "inference_tensor_parallel_size": 2}),
     ("free_lane_after_generation", {"free_lane_after_generation": True, "enable_individual_sample_lanes": False}),
     ("max_tokens", {"max_tokens": 5000, "max_model_len": 4096}),
@@ -36,17 +35,14 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("use_ppo_clip", {"use_ppo_clip": True, "algorithm": "gspo"}),
     ("use_ppo_clip", {"use_ppo_clip": True, "algorithm": "sapo"}),
     ("use_tis", {"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "rollout"}),
-    ("use_tis", {"use_tis": True, "algorithm": "cispo"}),
-    ("use_tis", {"use_tis": True, "algorithm": "gspo"}),
+    ("use_tis", {"use_tis": True, "algorithm": "cispo"}), ("use_tis", {"use_tis": True, "algorithm": "gspo"}),
     ("use_tis", {"use_tis": True, "algorithm": "sapo", "ppo_clip_ref_logprobs": "rollout"}),
     ("advantage_norm", {"advantage_norm": "group", "algorithm": "reinforce_pp"}),
     ("advantage_norm", {"advantage_norm": "batch", "algorithm": "rloo"}),
     ("advantage_norm", {"advantage_norm": "batch", "algorithm": "dr_grpo"}),
-    ("clip_ratio_c", {"clip_ratio_c": 3.0}),
-    ("tis_mode", {"tis_mode": "icepop"}),
+    ("clip_ratio_c", {"clip_ratio_c": 3.0}), ("tis_mode", {"tis_mode": "icepop"}),
     ("gradient_checkpointing_layers", {"gradient_checkpointing_layers": 2, "gradient_checkpointing": False}),
-    ("tis_floor", {"tis_floor": 0.5}),
-    ("tis_floor", {"tis_floor": 2.5, "use_tis": True}),
+    ("tis_floor", {"tis_floor": 0.5}), ("tis_floor", {"tis_floor": 2.5, "use_tis": True}),
     ("seq_is_mask_low", {"seq_is_mask_low": 1.3}),
     ("seq_is_mask_low", {"seq_is_mask_low": 0.2, "seq_is_mask_high": 0.5}),
     ("tis_mode", {"use_tis": True, "tis_mode": "icepop", "tis_cap": 0.5}),
@@ -54,20 +50,14 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("overlong_buffer_tokens", {"overlong_buffer_tokens": 100, "max_tokens": 50, "overlong_penalty_factor": 1.0}),
     ("fsdp_context_parallel_size", {"fsdp_context_parallel_size": 4, "trainer_num_workers": 6}),
     ("trainer_num_workers", {**MEGATRON, "trainer_num_workers": 3, "megatron_tensor_parallel_size": 2}),
-    (
-        "megatron_tensor_parallel_size",
-        {"train_backend": "megatron", "megatron_tensor_parallel_size": 8, "megatron_pipeline_parallel_size": 256},
-    ),
+    ("megatron_tensor_parallel_size", {"train_backend": "megatron", "megatron_tensor_parallel_size": 8,
+     "megatron_pipeline_parallel_size": 256}),
     ("megatron_sequence_parallel", {**MEGATRON, "megatron_sequence_parallel": True}),
-    (
-        "megatron_use_distributed_optimizer",
-        {**MEGATRON, "megatron_tensor_parallel_size": 4, "megatron_use_distributed_optimizer": True},
-    ),
+    ("megatron_use_distributed_optimizer", {**MEGATRON, "megatron_tensor_parallel_size": 4,
+     "megatron_use_distributed_optimizer": True}),
     ("megatron_fp8", {**MEGATRON, "megatron_fp8": True}),
-    (
-        "megatron_fp8",
-        {**MEGATRON, "megatron_fp8": True, "megatron_use_transformer_engine": True, "mixed_precision_dtype": None},
-    ),
+    ("megatron_fp8", {**MEGATRON, "megatron_fp8": True, "megatron_use_transformer_engine": True,
+     "mixed_precision_dtype": None}),
     ("megatron_optimizer_cpu_offload", {**MEGATRON, **OFFLOAD, "mixed_precision_dtype": "float32"}),
     ("megatron_optimizer_cpu_offload", {**MEGATRON, **OFFLOAD, "megatron_use_distributed_optimizer": False}),
     (PRECISION_AWARE, {**MEGATRON, PRECISION_AWARE: True, "megatron_use_distributed_optimizer": False}),
@@ -82,29 +72,20 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "q_proj("}),
     ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "a{99999999999999999999}"}),
     ("lora_target_modules", {"lora_rank": 8, "lora_target_modules": "(" * 3000 + ")" * 3000}),
-    ("lora_sync", {"lora_sync": "adapter"}),
-    ("lora_rank", {"lora_rank": 513, "lora_sync": "adapter"}),
+    ("lora_sync", {"lora_sync": "adapter"}), ("lora_rank", {"lora_rank": 513, "lora_sync": "adapter"}),
     ("model_dtype", {"lora_rank": 8, "lora_sync": "adapter", "model_dtype": "bfloat16", "inference_dtype": "float16"}),
     ("weight_transfer", {"weight_transfer": "background", "lora_rank": 8, "lora_sync": "adapter"}),
     ("inference_quantization", {"inference_quantization": "fp8_per_block", "lora_rank": 8, "lora_sync": "adapter"}),
-    (
-        "inference_tensor_parallel_size",
-        {
-            "share_gpus": True, "inference_tensor_parallel_size": 2, "inference_num_workers": 2,
-            "trainer_num_workers": 2, "weight_broadcast_cpu_staging": True, "gpu_memory_utilization": 0.4,
-        },
-    ),
+    ("inference_tensor_parallel_size", {"share_gpus": True, "inference_tensor_parallel_size": 2,
+     "inference_num_workers": 2, "trainer_num_workers": 2, "weight_broadcast_cpu_staging": True,
+     "gpu_memory_utilization": 0.4}),
     ("router_replay", {"router_replay": True, "train_backend": "package.module:Class"}),
     ("inference_quantization", {"inference_quantization": "fp8_per_block", "inference_dtype": "float32"}),
     ("inference_quantization", {"inference_quantization": "fp8_per_block", "device": "cpu"}),
-    (
-        "weight_transfer",
-        {"weight_transfer": "background", "inference_quantization": "fp8_per_block", "inference_dtype": "bfloat16"},
-    ),
-    (
-        "weight_transfer",
-        {"weight_transfer": "background", "inference_tensor_parallel_size": 2, "inference_num_workers": 2},
-    ),
+    ("weight_transfer", {"weight_transfer": "background", "inference_quantization": "fp8_per_block",
+     "inference_dtype": "bfloat16"}),
+    ("weight_transfer", {"weight_transfer": "background", "inference_tensor_parallel_size": 2,
+     "inference_num_workers": 2}),
     ("trainer_num_workers", {"share_gpus": True, "trainer_num_workers": 2, "inference_num_workers": 1}),
     ("weight_broadcast_cpu_staging", {"share_gpus": True, "weight_broadcast_cpu_staging": False}),
     ("gpu_memory_utilization", {"share_gpus": True, "gpu_memory_utilization": 0.95}),
@@ -112,20 +93,15 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     *(("wandb_project", {"wandb_project": name}) for name in ("me/p", "a\\b", "a#", "?", "50%", "a:b", "p" * 129)),
     ("wandb_run_name", {"wandb_run_name": "r" * 129}),
     *(("wandb_tags", {"wandb_tags": ["fine", tag]}) for tag in ("", "t" * 65)),
-    ("inference_base_port", {"inference_base_port": 65535}),
-    ("otlp_receiver_port", {"otlp_receiver_port": 8101}),
+    ("inference_base_port", {"inference_base_port": 65535}), ("otlp_receiver_port", {"otlp_receiver_port": 8101}),
     ("eval_num_servers", {"eval_num_servers": 2, "evals": [{"name": "math500"}]}),
 ]  # fmt: skip
 
 # What breaks a rule although the user did not set its field, and the value that the field is adjusted to.
 ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
-    ("max_tokens", 1000, {"max_model_len": 1000}),
-    ("otlp_receiver_port", 4316, {"inference_base_port": 4317}),
-    (
-        "megatron_main_grads_dtype",
-        "bfloat16",
-        {**MEGATRON, PRECISION_AWARE: True, "megatron_grad_reduce_in_fp32": False},
-    ),
+    ("max_tokens", 1000, {"max_model_len": 1000}), ("otlp_receiver_port", 4316, {"inference_base_port": 4317}),
+    ("megatron_main_grads_dtype", "bfloat16", {**MEGATRON, PRECISION_AWARE: True,
+     "megatron_grad_reduce_in_fp32": False}),
     ("inference_num_workers", 4, {"inference_tensor_parallel_size": 4}),
     ("free_lane_after_generation", False, {"enable_individual_sample_lanes": False}),
     ("max_concurrent_prompts_per_server", 16, {"group_size": 65536}),
@@ -136,12 +112,11 @@ ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
     ("trainer_num_workers", 4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
     ("trainer_num_workers", 3, {"share_gpus": True, "inference_num_workers": 3}),
     ("weight_broadcast_cpu_staging", True, {"share_gpus": True}),
-    ("gpu_memory_utilization", 0.4, {"share_gpus": True}),
-    ("use_wandb", False, {"trackers": ["tensorboard"]}),
+    ("gpu_memory_utilization", 0.4, {"share_gpus": True}), ("use_wandb", False, {"trackers": ["tensorboard"]}),
     ("megatron_sequence_parallel", False, {"train_backend": "megatron"}),
     ("megatron_use_distributed_optimizer", False, {"train_backend": "megatron", "megatron_tensor_parallel_size": 2}),
     ("eval_num_servers", 0, {"inference_num_workers": 1, "evals": [{"name": "math500"}]}),
-]
+]  # fmt: skip
 
 
 def build(values: dict[str, object]) -> TelescopeConfig:
@@ -287,16 +262,12 @@ def test_a_run_without_checkpoints_is_told_that_it_cannot_be_resumed(every, coun
 @pytest.mark.parametrize(
     ("flags", "device", "dtype", "is_remarked"),
     [
-        ({"avx2", "avx512f"}, "cpu", "bfloat16", True),
-        ({"avx2", "avx512f"}, "cpu", None, False),
-        ({"avx2", "avx512f"}, "cpu", "float32", False),
-        ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
-        ({"avx2", "avx512f"}, None, "bfloat16", False),
-        ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
-        ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False),
-        (set(), "cpu", "bfloat16", False),
+        ({"avx2", "avx512f"}, "cpu", "bfloat16", True), ({"avx2", "avx512f"}, "cpu", None, False),
+        ({"avx2", "avx512f"}, "cpu", "float32", False), ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
+        ({"avx2", "avx512f"}, None, "bfloat16", False), ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
+        ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False), (set(), "cpu", "bfloat16", False),
     ],
-)
+)  # fmt: skip
 def test_bfloat16_is_remarked_on_a_cpu_that_emulates_it(monkeypatch, flags, device, dtype, is_remarked):
     monkeypatch.setattr("telescope.config.remarks.cpu_flags", lambda: frozenset(flags))
     found = remarks_on_place(build({"mixed_precision_dtype": dtype}), device, None)

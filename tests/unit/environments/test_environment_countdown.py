@@ -77,30 +77,18 @@ def test_the_split_does_not_depend_on_the_order_of_the_numbers(numbers, target):
 @pytest.mark.parametrize(
     ("completion", "correct", "well_formed"),
     [
-        ("<answer>3+7+12</answer>", 1, 1),
-        ("I think.\n<answer> (12 + 7) + 3 </answer>\n", 1, 1),
+        ("<answer>3+7+12</answer>", 1, 1), ("I think.\n<answer> (12 + 7) + 3 </answer>\n", 1, 1),
         ("<think>12+12=24 <answer>1</answer></think><answer>3+7+12</answer>", 1, 1),
-        ("still thinking</think><answer>3+7+12</answer>", 1, 1),
-        ("<answer>3+7</answer>", 0, 1),
-        ("<answer>3+7+12+0</answer>", 0, 1),
-        ("<answer>7+7+3+3+2</answer>", 0, 1),
-        ("<answer>12+7+7-7+3</answer>", 0, 1),
-        ("<answer>22</answer>", 0, 1),
-        ("<answer>3/(7-7)+12</answer>", 0, 1),
-        ("<answer>3+7+12</answer> done", 1, 0),
-        ("<answer>1+1</answer><answer>3+7+12</answer>", 1, 0),
-        ("<answer>3+7+12</answer><answer>1+1</answer>", 0, 0),
-        ("<answer>3+7+12=22</answer>", 0, 0),
-        ("<answer>95**97**99</answer>", 0, 0),
-        ("<answer>-3+7+12</answer>", 0, 0),
-        ("<answer>" + "(" * 10_000 + "</answer>", 0, 0),
-        ("<answer>3+7+12", 0, 0),
-        ("3+7+12", 0, 0),
-        ("</answer>3+7+12<answer>", 0, 0),
-        ("<think><answer>3+7+12</answer>", 0, 0),
-        ("", 0, 0),
+        ("still thinking</think><answer>3+7+12</answer>", 1, 1), ("<answer>3+7</answer>", 0, 1),
+        ("<answer>3+7+12+0</answer>", 0, 1), ("<answer>7+7+3+3+2</answer>", 0, 1),
+        ("<answer>12+7+7-7+3</answer>", 0, 1), ("<answer>22</answer>", 0, 1), ("<answer>3/(7-7)+12</answer>", 0, 1),
+        ("<answer>3+7+12</answer> done", 1, 0), ("<answer>1+1</answer><answer>3+7+12</answer>", 1, 0),
+        ("<answer>3+7+12</answer><answer>1+1</answer>", 0, 0), ("<answer>3+7+12=22</answer>", 0, 0),
+        ("<answer>95**97**99</answer>", 0, 0), ("<answer>-3+7+12</answer>", 0, 0),
+        ("<answer>" + "(" * 10_000 + "</answer>", 0, 0), ("<answer>3+7+12", 0, 0), ("3+7+12", 0, 0),
+        ("</answer>3+7+12<answer>", 0, 0), ("<think><answer>3+7+12</answer>", 0, 0), ("", 0, 0),
     ],
-)
+)  # fmt: skip
 def test_answers_are_judged_by_value_numbers_and_form(completion, correct, well_formed):
     assert metrics(completion) == {"correct": correct, "format": well_formed}
 

@@ -27,28 +27,11 @@ def test_equal_answers_are_equal_however_they_are_written(answer, expected):
 @pytest.mark.parametrize(
     "answer",
     [
-        "",
-        "4",
-        "3 or 4",
-        r"3 \text{ or } 4",
-        "1,2,3,4",
-        "3;4",
-        "3 = 4",
-        r"3 \neq 4",
-        r"\{1,2,3\}",
-        r"3} \boxed{4",
-        "$3$ $4$",
-        "x",
-        r"\infty",
-        "{3}{4}",
-        r"\text{3}4",
-        "\u0663",
-        "\ud800",
-        "3" * 2000,
-        "{" * 500,
+        "", "4", "3 or 4", r"3 \text{ or } 4", "1,2,3,4", "3;4", "3 = 4", r"3 \neq 4", r"\{1,2,3\}", r"3} \boxed{4",
+        "$3$ $4$", "x", r"\infty", "{3}{4}", r"\text{3}4", "\u0663", "\ud800", "3" * 2000, "{" * 500,
         "__import__('os').system('true')",
     ],
-)
+)  # fmt: skip
 def test_other_texts_are_not_equal_to_the_answer(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
 

@@ -127,16 +127,10 @@ def test_a_seed_shuffles(dapo):
 @pytest.mark.parametrize(
     "completion",
     [
-        "Answer: 5",
-        "So:\n\n**Answer:** $5$.",
-        "**Answer: 5**",
-        "answer: x = 5",
-        r"Answer: \boxed{5}.",
-        r"It is \boxed{5}.",
-        "Answer: 7\nNo.\nAnswer: 5\nThat is all.",
-        "<think>Answer: 7</think>Answer: 5",
+        "Answer: 5", "So:\n\n**Answer:** $5$.", "**Answer: 5**", "answer: x = 5", r"Answer: \boxed{5}.",
+        r"It is \boxed{5}.", "Answer: 7\nNo.\nAnswer: 5\nThat is all.", "<think>Answer: 7</think>Answer: 5",
     ],
-)
+)  # fmt: skip
 def test_a_right_answer_in_the_asked_form_counts(dapo, completion):
     sample = dapo.get_sample(0)
     assert sample.answer == "5"

@@ -192,24 +192,15 @@ def test_several_calls_are_read_in_order(completion, configured):
 @pytest.mark.parametrize(
     "completion",
     [
-        "<function=write>{text: a}</function>",
-        '{"name": "write", "parameters": {"text": "a"',
-        "<|python_tag|>write me",
-        "<invoke name='write'>a</invoke>",
-        "<tool_call>write a</tool_call>",
-        "[TOOL_CALLS] none",
-        "</tool_call>",
-        '{"name": "write", "args": {}}',
-        "<function=write><parameter=text>a",
-        "<tool_calls>[]</tool_calls>",
-        "<tool_call>[]</tool_call>",
+        "<function=write>{text: a}</function>", '{"name": "write", "parameters": {"text": "a"',
+        "<|python_tag|>write me", "<invoke name='write'>a</invoke>", "<tool_call>write a</tool_call>",
+        "[TOOL_CALLS] none", "</tool_call>", '{"name": "write", "args": {}}', "<function=write><parameter=text>a",
+        "<tool_calls>[]</tool_calls>", "<tool_call>[]</tool_call>",
         '<tool_call>{"name": "write", "arguments": {"text": "a"}} {"name": </tool_call>',
-        'to=functions.write<|message|>{"text"',
-        "<tool_call>",
-        '```json\n{"name": "write", "parameters": {"x": }}\n```',
+        'to=functions.write<|message|>{"text"', "<tool_call>", '```json\n{"name": "write", "parameters": {"x": }}\n```',
         "[write(text=a)]",
     ],
-)
+)  # fmt: skip
 @both_forms
 def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completion):
     (call,) = read(completion, configured)
@@ -221,24 +212,12 @@ def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completi
 @pytest.mark.parametrize(
     "answer",
     [
-        "I need no further tool_call.",
-        "No tool call: it is 3.",
-        "The tool_call gave 5; tool_call, done.",
-        "",
-        "(tool call)",
-        '{"answer": 5}',
-        '{"name": "Ada", "age": 36}',
-        "f(x) = 3 and sin(0)",
-        "a <b> c",
-        "1 < 2 > 0",
-        "{}",
-        "The name: write. The arguments: none.",
-        "<answer>[1, 2]</answer>",
-        "#include <vector>",
-        "[3]",
+        "I need no further tool_call.", "No tool call: it is 3.", "The tool_call gave 5; tool_call, done.", "",
+        "(tool call)", '{"answer": 5}', '{"name": "Ada", "age": 36}', "f(x) = 3 and sin(0)", "a <b> c", "1 < 2 > 0",
+        "{}", "The name: write. The arguments: none.", "<answer>[1, 2]</answer>", "#include <vector>", "[3]",
         "Tool calls: none",
     ],
-)
+)  # fmt: skip
 @both_forms
 def test_prose_and_other_json_are_final_answers(configured, answer):
     assert read(answer, configured) == []
@@ -254,26 +233,13 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
 @pytest.mark.parametrize(
     "unit",
     [
-        "<tool_call>",
-        '<tool_call>{"',
-        '{"name":',
-        '{"name":[',
-        '{"name": "',
-        "<function=a>",
-        "write(",
-        "<|python_tag|>",
-        "<function=write><parameter=a>",
-        "<think>",
-        "</think>",
-        "to=functions.a",
-        "<tool_call>a<arg_key>",
-        "<function=write><parameter=a>1</parameter>",
-        "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>",
-        "</parameter></function>",
-        '<tool_call>{"name": "write"} {"name": "write"}',
-        '{"parameters": {',
+        "<tool_call>", '<tool_call>{"', '{"name":', '{"name":[', '{"name": "', "<function=a>", "write(",
+        "<|python_tag|>", "<function=write><parameter=a>", "<think>", "</think>", "to=functions.a",
+        "<tool_call>a<arg_key>", "<function=write><parameter=a>1</parameter>",
+        "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>", "</parameter></function>",
+        '<tool_call>{"name": "write"} {"name": "write"}', '{"parameters": {',
     ],
-)
+)  # fmt: skip
 @both_forms
 def test_reading_ends_for_repeated_markup(unit, configured):
     assert len(read(unit * 20_000, configured)) <= 65

@@ -33,16 +33,12 @@ class Searching(ToolEnvironment):
 
 
 CALLS = {
-    "xml": [
-        '<tool_call>{"name": "search", "arguments": {"query": "cats", "limit": 5, "order": "old"}}</tool_call>',
-        '<tool_call>\n{"name": "search", "arguments": ["cats", [1, 2], "new"]}\n</tool_call>',
-        'I will look. <tool_call>{"name": "search", "arguments": "{\\"query\\": \\"cats\\"}"}</tool_call> Wait.',
-    ],
-    "function": [
-        '<function=search>{"query": "cats", "limit": 5, "deep": true}</function>',
-        "<function=search>\n<parameter=query>cats</parameter>\n<parameter=limit>5</parameter>\n</function>",
-    ],
-}
+    "xml": ['<tool_call>{"name": "search", "arguments": {"query": "cats", "limit": 5, "order": "old"}}</tool_call>',
+     '<tool_call>\n{"name": "search", "arguments": ["cats", [1, 2], "new"]}\n</tool_call>',
+     'I will look. <tool_call>{"name": "search", "arguments": "{\\"query\\": \\"cats\\"}"}</tool_call> Wait.'],
+    "function": ['<function=search>{"query": "cats", "limit": 5, "deep": true}</function>',
+     "<function=search>\n<parameter=query>cats</parameter>\n<parameter=limit>5</parameter>\n</function>"],
+}  # fmt: skip
 JSON_VALUES = ["[]", "{}", "null", "true", "3", "-1e999", "NaN", '"x"', "[[[[]]]]", '{"a": {"a": 1}}', "9" * 5000, ""]
 
 

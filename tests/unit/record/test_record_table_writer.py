@@ -204,15 +204,11 @@ def put_dangling_link(path: Path) -> None:
 @pytest.mark.parametrize(
     "put",
     [
-        lambda path: path.write_bytes(b"not a stream"),
-        Path.touch,
-        lambda path: put_stream(path, pa.table({"other": [1, 2]})),
-        put_other_types,
-        put_dangling_link,
-        Path.mkdir,
+        lambda path: path.write_bytes(b"not a stream"), Path.touch,
+        lambda path: put_stream(path, pa.table({"other": [1, 2]})), put_other_types, put_dangling_link, Path.mkdir,
     ],
     ids=["text", "nothing", "other columns", "other types", "dangling link", "folder"],
-)
+)  # fmt: skip
 def test_what_is_no_tail_of_the_table_is_set_aside_and_rows_go_on(tmp_path, caplog, put, name):
     folder = tmp_path / "tables" / "gauges"
     writer = TableWriter(TABLES["gauges"], folder)
