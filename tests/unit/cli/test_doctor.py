@@ -12,7 +12,7 @@ from telescope.cli import doctor
 from telescope.cli.doctor import Check
 from telescope.cli.main import main
 from telescope.config import load_config
-from telescope.config.machine import LOOPBACK, PortHold
+from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.orchestrator import preflight
 
@@ -144,17 +144,6 @@ def test_a_port_in_use_is_a_note_with_the_field_that_changes_it(monkeypatch: pyt
     assert check.status == "note"
     assert check.found.startswith(f"inference_base_port is {port}, but port {port}")
     assert check.fix.startswith("Stop the process that uses it, or set inference_base_port")
-
-
-def test_a_port_reserved_by_a_run_is_in_use_before_its_server_listens(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port = probe.getsockname()[1]
-    reserved = PortHold(port)
-    check = default_run(monkeypatch, inference_base_port=str(port))["inference ports"]
-    reserved.release()
-    assert check.status == "note"
-    assert default_run(monkeypatch, inference_base_port=str(port))["inference ports"].status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -228,22 +227,6 @@ def test_a_machine_that_is_too_small_is_an_error_after_the_plan(dry_run):
     assert "needs 8.2 CPU cores" in error
     assert "assumed node 1" in printed
     assert "nothing was started" not in printed
-
-
-def test_a_port_in_use_is_an_error(dry_run, monkeypatch):
-    monkeypatch.setattr(preflight, "require_port", machine.require_port)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        _, error = dry_run(**HERE, inference_base_port=port)
-    assert f"inference_base_port is {port}" in error
-
-
-def test_missing_packages_are_an_error(dry_run, monkeypatch):
-    monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ("no_such_package",))
-    _, error = dry_run(**HERE)
-    assert "no_such_package" in error
 
 
 def test_a_kv_cache_that_holds_no_sequence_is_an_error(dry_run, tmp_path):

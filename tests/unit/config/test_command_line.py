@@ -94,9 +94,6 @@ def test_arguments_of_train_are_separated_from_fields():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--config", "--config"),
-        ("--config --seed", "--config"),
-        ("--config a --config b", "--config"),
         ("--dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
         ("--dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
         ("--dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", r"given twice: 80\.0 and 141.0"),
