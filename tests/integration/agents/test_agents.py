@@ -141,34 +141,15 @@ async def test_an_engine_failure_is_never_a_reward(bench: Any) -> None:
     assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
 
 
-class Hangs(Agent):
-    rollout_timeout_seconds = 0.3
-
-    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
-        await context.generate([{"role": "user", "content": sample.prompt}])
-        await asyncio.sleep(60)
-        raise AssertionError
-
-
 class Silent(Agent):
     async def rollout(self, sample: Sample, context: Any) -> RewardResult:
         return RewardResult(1.0)
 
 
-class Breaks(Agent):
-    async def rollout(self, sample: Sample, context: Any) -> Any:
-        await context.generate([{"role": "user", "content": sample.prompt}])
-        return "a text"
-
-
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [(Hangs, "rollout_timeout_seconds"), (Silent, "without an answer"), (Breaks, "not a RewardResult")],
-)
-async def test_a_rollout_without_a_score_masks_its_sample(bench: Any, cls: type, message: str) -> None:
-    sample = await (await bench(cls, ["4"])).run()
+async def test_a_rollout_without_an_answer_masks_its_sample(bench: Any) -> None:
+    sample = await (await bench(Silent, ["4"])).run()
     assert (sample.reward, sample.failure_kind) == (None, "environment")
-    assert message in sample.failure_message
+    assert "without an answer" in sample.failure_message
 
 
 async def test_a_cancelled_rollout_ends_at_once(bench: Any) -> None:

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from telescope.environments.types import EnvironmentSpec
-from telescope.errors import InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -33,13 +32,6 @@ async def test_tools_that_hang_are_observations_and_their_process_continues(load
     assert last.tool_calls == [], "calls are those of one answer"
     assert (last.done, last.end_reason, last.reward.sample_metrics["tool_error_count"]) == (True, "final_answer", 1.0)
     assert not pool.is_stuck
-
-
-async def test_a_lost_sandbox_is_a_failure_of_the_infrastructure(load, encode):
-    pool = await load("tooled")
-    await pool.begin("r", "tooled", 0)
-    with pytest.raises(InfrastructureError, match="the sandbox is gone"):
-        await pool.respond("r", encode(call("lose")))
 
 
 async def test_the_calculator_runs_to_its_reward(load, encode):

@@ -8,7 +8,6 @@ import pytest
 
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
-from telescope.errors import UserError
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "sandboxes.md"
 
@@ -27,8 +26,3 @@ def test_an_answer_is_run_in_a_sandbox_and_scored(folder: Path, answer: str, rew
     environment = get_environment("programs", environments_path=[folder], pool_size=1, memory_mb=256, disk_size_gb=0.05)
     rollout = roll_out_item(environment, 0, lambda _: Answer(answer))
     assert rollout.score["total_reward"] == reward
-
-
-def test_a_misspelled_provider_is_an_error_before_anything_starts(folder: Path):
-    with pytest.raises(UserError, match="provider='locl' is not known"):
-        get_environment("programs", environments_path=[folder], provider="locl")

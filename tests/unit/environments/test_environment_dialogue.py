@@ -11,7 +11,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from telescope.errors import UserError
 from telescope.evals import get_eval
 from telescope.rollout.rendering import Dialogue, Divergence, Renderer, RendererSpec
 
@@ -277,10 +276,3 @@ def test_evals_use_the_chat_template_with_their_system_prompt_and_the_runs_think
         text = made.prompt_text(get_eval(name, system_prompt="Be brief.", **kwargs), "What?")
         rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
         assert text == rendered + ending
-
-
-def test_a_conversation_without_a_chat_template_is_refused() -> None:
-    made = renderer("chatml")
-    made.tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template"):
-        Dialogue(made).begin(GUESS)

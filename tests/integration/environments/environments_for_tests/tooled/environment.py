@@ -5,7 +5,6 @@ import time
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.tool_env import ToolEnvironment
-from telescope.errors import InfrastructureError
 
 
 def spin() -> str:
@@ -26,16 +25,11 @@ def run_a_loop() -> str:
     return "ran"
 
 
-def lose() -> str:
-    """Lose the sandbox."""
-    raise InfrastructureError("the sandbox is gone")
-
-
 class Tooled(ToolEnvironment):
     tool_timeout_seconds = 0.3
 
     def __init__(self, **kwargs):
-        super().__init__(tools=[spin, doze, run_a_loop, lose], **kwargs)
+        super().__init__(tools=[spin, doze, run_a_loop], **kwargs)
 
     def load_dataset(self, num_samples=-1):
         return [Sample(f"item {i}") for i in range(10)]
