@@ -1,7 +1,5 @@
 """Bad input: a clear message, exit code 2, quickly, and nothing started."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

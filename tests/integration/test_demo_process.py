@@ -1,7 +1,5 @@
 """`telescope ui --demo`: the process that writes its runs, and what is left of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -4,8 +4,6 @@ It is installed beside the packages that `pip install telescope` brings, and tho
 these tests so that nothing is downloaded. There is no torch, no Ray and no vLLM, and no way back to the checkout.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The pages of docs/ are complete, and what they show is accepted: commands, configurations, names of fields."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Rollouts of agents over the real environments, tokenizer and endpoint, with a scripted policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

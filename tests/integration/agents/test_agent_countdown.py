@@ -1,7 +1,5 @@
 """The four shipped agents ask the policy again after a wrong answer, and train what was sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

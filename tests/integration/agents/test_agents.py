@@ -1,7 +1,5 @@
 """A rollout that a user writes trains exactly what was sampled, in one sequence per conversation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Bridges to other projects over the real worker: what they play is trained, and scored by their rules."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The agents of docs/agents.md run as they are written there."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever an agent does wrong, what is trained is what it was answered, and the worker goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

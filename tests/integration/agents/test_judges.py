@@ -1,7 +1,5 @@
 """Within a rollout, a server or the policy itself judges: never trained, measured, and masked when it fails."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.fakes.judge import grades, judge_server

@@ -1,7 +1,5 @@
 """Agents that know nothing of Telescope run unchanged: SDKs, a framework, and programs, also in a sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Agents that run the turn loop, beside calls of their own: it ends with the rollout and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

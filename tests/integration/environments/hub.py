@@ -4,8 +4,6 @@ Serves the routes of the Hugging Face hub with which the client finds and fetche
 has the paths that were fetched. `environment` points a client to it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Notices of environments, from their processes to the run and its record."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an environment needs besides its code: named before a run where it lacks, measured in a run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

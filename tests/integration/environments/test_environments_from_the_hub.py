@@ -1,7 +1,5 @@
 """Hub datasets through the real `datasets` package: its client, its cache and Parquet files, from a hub on loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

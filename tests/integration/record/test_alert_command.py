@@ -1,7 +1,5 @@
 """`alert_command` gets every alert, one at a time, and can neither stop nor delay a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The environment of docs/sandboxes.md runs as it is written there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Code in a local sandbox cannot reach, harm or exhaust what is outside of it."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct as `telescope tiny-model --from` makes it, against what its makers released."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny model on disk: it loads, follows from its settings, and the cache never returns a broken one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

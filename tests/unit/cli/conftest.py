@@ -1,7 +1,5 @@
 """A small machine, and dry runs on it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A command's own arguments among the flags of fields."""
 
-from __future__ import annotations
-
 import pytest
 
 from telescope.cli.main import COMMANDS, CommandParser, main

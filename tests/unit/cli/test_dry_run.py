@@ -1,7 +1,5 @@
 """A dry run judges as the run would: what this machine would refuse is an error, unless it is not the one meant."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from unittest.mock import Mock

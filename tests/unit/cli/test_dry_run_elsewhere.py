@@ -1,7 +1,5 @@
 """A dry run for another machine: GPUs that are assumed, their memory, and what of this machine is only a remark."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

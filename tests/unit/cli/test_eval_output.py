@@ -1,7 +1,5 @@
 """What `telescope eval` prints and writes."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree
 from pathlib import Path

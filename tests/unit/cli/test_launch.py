@@ -1,7 +1,5 @@
 """Jobs of `telescope launch`: scripts that a shell reads, manifests with what the services require, accepted flags."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

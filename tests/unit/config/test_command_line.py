@@ -1,7 +1,5 @@
 """Exit codes and help of the `telescope` command, and its configuration commands."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from pathlib import Path

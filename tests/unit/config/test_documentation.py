@@ -1,7 +1,5 @@
 """Every field is described, the generated files are current, and every field that works is read somewhere."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

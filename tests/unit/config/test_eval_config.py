@@ -1,7 +1,5 @@
 """The fields of `telescope eval`: its own, those of training that concern it, and those of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Configuration files that people have keep working: their values, names and keyword arguments."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading a configuration from defaults, environment variables, YAML and flags, and its error messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

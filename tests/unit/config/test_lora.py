@@ -1,7 +1,5 @@
 """Which layers get an adapter is decided before anything starts, as the trainer decides it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.unit.config.test_rules import build

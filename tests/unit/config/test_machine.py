@@ -1,7 +1,5 @@
 """Detection of a running cluster on this machine, by Ray's note of its address, and of what its CPU can do."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

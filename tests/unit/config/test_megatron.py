@@ -1,7 +1,5 @@
 """A division of a model that is impossible is refused before anything starts, with the field to change."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sizes of models and the memory estimate."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks of a model's files before anything loads them."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

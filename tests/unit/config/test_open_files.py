@@ -1,7 +1,5 @@
 """A run that needs more connections than a process may have is refused before anything starts."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

@@ -1,7 +1,5 @@
 """Names of other frameworks are answered with what stands for them here."""
 
-from __future__ import annotations
-
 import pytest
 
 from telescope.config import load_config

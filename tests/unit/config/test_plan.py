@@ -1,7 +1,5 @@
 """Placement of workers: bundles never exceed a node, and errors name the field to lower."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

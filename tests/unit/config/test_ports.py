@@ -1,7 +1,5 @@
 """Detection of free ports for inference servers."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

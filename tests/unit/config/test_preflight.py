@@ -1,7 +1,5 @@
 """Checks that look at the machine: ports, the run directory, and all problems at once."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """A configuration written by one process is read by others with the same values and hash."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

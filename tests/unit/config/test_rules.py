@@ -1,7 +1,5 @@
 """Rules between fields: a broken user setting is an error, a broken default is adjusted."""
 
-from __future__ import annotations
-
 import pytest
 
 from telescope.config import TelescopeConfig

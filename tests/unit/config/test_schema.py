@@ -1,7 +1,5 @@
 """The schema holds every documented field with its default, and a resolved configuration cannot be changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

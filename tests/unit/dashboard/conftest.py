@@ -1,7 +1,5 @@
 """A small run that is written once, and a client of the dashboard over it."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """What changed at a step, and where the time went: checked against the rows of the record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

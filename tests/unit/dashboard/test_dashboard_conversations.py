@@ -1,7 +1,5 @@
 """The turns of an agent's sample are shown by conversations, each with why it begins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The columns of step metrics, whatever steps record which of them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

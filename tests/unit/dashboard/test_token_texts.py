@@ -1,7 +1,5 @@
 """Texts of single tokens for the dashboard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

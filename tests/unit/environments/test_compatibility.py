@@ -1,7 +1,5 @@
 """What folders that were written for the published interface expect: imports, order of calls, state, construction."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What tool environments that were written for the published interface expect."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The environment `dataset`: rows of every known form and file, every reward, and mistakes in its arguments."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

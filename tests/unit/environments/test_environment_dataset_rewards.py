@@ -1,7 +1,5 @@
 """The environment `dataset` with a judge, tests of code, tools and a rollout of its own."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

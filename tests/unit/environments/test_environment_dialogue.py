@@ -3,8 +3,6 @@
 Tokenizers are made here: small vocabularies, real pre-tokenization, the special tokens and templates of each family.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Turns join as the package `renderers` joins them, which has hand-written rules for each family of models."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 r"""`dapo_math` and `deepscaler`: their rows, their form of an answer, and the reward of `hendrycks_math`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Names and arguments that environments written elsewhere rely on. They may be extended, not removed or reordered."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

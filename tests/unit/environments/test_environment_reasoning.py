@@ -1,7 +1,5 @@
 """An answer that ends inside its reasoning has no answer and no tool call, whoever opened the reasoning."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

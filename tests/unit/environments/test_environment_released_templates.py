@@ -1,7 +1,5 @@
 """Stops, special tokens in content and lost messages, with tokenizers and chat templates that model makers released."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

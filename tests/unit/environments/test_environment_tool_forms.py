@@ -1,7 +1,5 @@
 """Calls are read in the forms of released models, whatever form the environment asks for."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tools go through the chat templates of released models, in the form that each was trained on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Golds are judged by the class whose reward is used, and by none that does not know it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A judge scores answers, and one that fails masks the sample instead of scoring it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Multi-turn rollouts in tests: answers in, responses out, in the engine's order of calls."""
 
-from __future__ import annotations
-
 from telescope.environments.base import MultiTurnEnvironment, RolloutState, Sample, TrajectoryStep, assistant_message
 from telescope.environments.local_rollout import take_turn
 

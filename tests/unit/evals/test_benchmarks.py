@@ -1,7 +1,5 @@
 r"""`math500`, `aime_2024`, `aime_2025` and `gpqa_diamond`: their rows, prompts and scores."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

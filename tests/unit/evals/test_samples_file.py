@@ -1,7 +1,5 @@
 """An interrupted evaluation keeps its finished samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

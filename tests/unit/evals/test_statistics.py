@@ -1,7 +1,5 @@
 """pass@k and pass^k against brute force, and bootstrap intervals."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

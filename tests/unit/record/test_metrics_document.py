@@ -1,7 +1,5 @@
 """Every metric that a run records is in docs/metrics.md."""
 
-from __future__ import annotations
-
 import torch
 from tests.documented_metrics import undocumented
 from tests.unit.orchestrator.fakes import config_of, sample

@@ -1,7 +1,5 @@
 """The snapshot of a run's code has the sources and the changes, and nothing that must not be copied."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tarfile

@@ -1,7 +1,5 @@
 """Sampled numbers: dropped readings lose no information, and failures end nothing."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

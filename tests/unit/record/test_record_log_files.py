@@ -1,7 +1,5 @@
 """Lines of log files become entries, with level, process, place and whole tracebacks."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

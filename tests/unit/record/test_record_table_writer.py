@@ -1,7 +1,5 @@
 """Whenever a writer is killed or its disk fails, a reader sees a growing prefix of the rows, each once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

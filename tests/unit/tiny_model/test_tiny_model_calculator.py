@@ -1,7 +1,5 @@
 """Warm-start examples of the calculator: the environment rewards them, and no question is held out."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

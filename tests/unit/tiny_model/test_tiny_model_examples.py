@@ -1,7 +1,5 @@
 """Warm-start examples of Countdown: the environment's prompts and rewards, no held-out puzzle."""
 
-from __future__ import annotations
-
 import pytest
 
 from telescope.environments.base import Sample

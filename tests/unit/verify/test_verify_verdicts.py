@@ -1,7 +1,5 @@
 """Results of checks for given numbers and probe reports, and the command's output."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
