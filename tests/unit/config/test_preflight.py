@@ -12,7 +12,7 @@ import pytest
 from tests.model_folder import write_model_folder
 
 from telescope.cli.main import main
-from telescope.config import TelescopeConfig, model_checks
+from telescope.config import TelescopeConfig, machine, model_checks
 from telescope.config.loader import build_config, choose_run_dir
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
@@ -31,6 +31,12 @@ def message_of(check, config: TelescopeConfig) -> str:
     with pytest.raises(ConfigError) as raised:
         check(config)
     return str(raised.value)
+
+
+def test_the_port_of_a_later_server_in_use_is_named_beside_the_base_port(monkeypatch):
+    monkeypatch.setattr(machine, "listen_problem", lambda host, port: machine.IN_USE if port == 8101 else None)
+    message = message_of(preflight.check_ports, config())
+    assert message.startswith("inference_base_port is 8100, but port 8101, which server 1 would listen on, is in use.")
 
 
 def test_ports_on_another_cluster_are_not_judged_from_here():
