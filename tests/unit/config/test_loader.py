@@ -1,5 +1,6 @@
 """Loading a configuration from defaults, environment variables, YAML and flags, and its error messages."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -271,7 +272,7 @@ PASS_K = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
 GREEDY = f"[{{name: a, temperature: 0, {PASS_K}}}, {{name: b, {PASS_K}}}, {{name: c, temperature: 0}}]"
 QUANTIZED = "--inference_quantization fp8_per_block --inference_dtype bfloat16"
 ALPHA = "--lora_alpha 64 --lora_dropout 0.1"
-BELOW = "max_off_policy_steps is 1, below max_async_rollout, which is 2:"
+BELOW = "^max_off_policy_steps is 1, below max_async_rollout, which is 2:"
 TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
 
 
@@ -280,7 +281,7 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
     [
         (QUANTIZED, ["Set use_tis to true"]),
         (f"{QUANTIZED} --use_tis true", []),
-        (ALPHA, ["lora_alpha and lora_dropout have no effect"]),
+        (ALPHA, ["^lora_alpha and lora_dropout have no effect"]),
         (f"{ALPHA} --lora_rank 8", []),
         ("--max_off_policy_steps 1", [BELOW, TO_RAISE]),
         *[(f"--max_off_policy_steps {n} --max_async_rollout {ahead}", []) for n, ahead in ((2, 2), (0, 0), (-1, 2))],
@@ -292,7 +293,7 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
 def test_settings_that_seldom_help_get_one_remark(flags, words):
     notes = load(None, *NO_WANDB, *flags.split()).notes
     assert len(notes) == bool(words)
-    assert all(word in notes[0] for word in words)
+    assert all(re.search(word, notes[0]) for word in words)
 
 
 def test_pass_at_k_of_greedy_answers_gets_a_remark():
