@@ -320,3 +320,22 @@ async def test_a_thousand_requests_in_flight_come_back_each_with_its_own_answer(
     assert len({g.token_ids_N.tobytes() for g in generations}) > 990
     alone = await client.generate(request("alone", seed=17))
     assert alone.token_ids_N.tolist() == generations[17].token_ids_N.tolist()
+
+
+async def test_weights_arrive_in_the_background_only_if_every_worker_of_a_server_can_receive_them_so(
+    connect, monkeypatch
+) -> None:
+    _, client = await connect()
+    modes = [
+        {"background": True},
+        {"background": False, "reason": "no memory"},
+        {"background": False, "reason": "no memory"},
+    ]
+
+    async def call_worker(method: str, arguments: Any = None) -> list[dict[str, Any]]:
+        return modes
+
+    monkeypatch.setattr(client, "call_worker", call_worker)
+    assert await client.transfer_mode() == "no memory"
+    del modes[1:]
+    assert await client.transfer_mode() is None

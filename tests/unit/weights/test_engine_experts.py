@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from telescope.weights.engine_experts import why_unreadable
 from telescope.weights.engine_weights import engine_weights, tied_names
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.plan import TensorMeta
@@ -162,3 +163,10 @@ def test_a_router_that_two_modules_hold_is_no_tied_parameter() -> None:
     model.experts = nn.Module()
     model.experts.gate = model.gate
     assert tied_names(model) == {}
+
+
+def test_experts_that_are_spread_over_ranks_are_not_read() -> None:
+    layer = RoutedExperts(trainer_tensors(), 0, 1)
+    assert why_unreadable(layer) is None
+    layer.moe_config.moe_parallel_config.use_ep = True
+    assert why_unreadable(layer) == "experts are spread over the ranks"
