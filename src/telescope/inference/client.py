@@ -191,9 +191,8 @@ class EngineClient:
 
     async def transfer_mode(self) -> str | None:
         modes = await self.call_worker("telescope_transfer_mode")
-        if modes and all(mode.get("background") for mode in modes):
-            return None
-        return "; ".join(dict.fromkeys(mode.get("reason") or "no reason given" for mode in modes))
+        reasons = [mode.get("reason") or "no reason given" for mode in modes if not mode.get("background")]
+        return None if modes and not reasons else "; ".join(dict.fromkeys(reasons))
 
     async def begin_background(self, update: UpdateInfo) -> None:
         await self.call_worker("telescope_begin_background", [json.dumps(update.to_dict())])
