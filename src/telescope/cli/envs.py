@@ -18,7 +18,7 @@ import telescope.environments
 from telescope.cli.main import CommandParser
 from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
-from telescope.environments.base import Environment, MultiTurnEnvironment, is_agent
+from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
 from telescope.environments.local_rollout import (
     API_KEY_VARIABLE,
     Answer,
@@ -28,7 +28,6 @@ from telescope.environments.local_rollout import (
     NoAnswerError,
     roll_out_item,
 )
-from telescope.environments.records import ChatMessage
 from telescope.environments.registry import (
     check_environment,
     environment_class,

@@ -18,19 +18,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from telescope.environments.base import Environment, MultiTurnEnvironment, is_agent
-from telescope.environments.context import Answer as AgentAnswer
-from telescope.environments.context import Call, RolloutContext
-from telescope.environments.parsers import answer_text, strip_think_tags
-from telescope.environments.records import (
+from telescope.environments.base import (
     ChatMessage,
+    Environment,
+    MultiTurnEnvironment,
     RewardResult,
     RolloutState,
     Sample,
     TrajectoryStep,
     assistant_message,
     conversation,
+    is_agent,
 )
+from telescope.environments.context import Answer as AgentAnswer
+from telescope.environments.context import Call, RolloutContext
+from telescope.environments.parsers import answer_text, strip_think_tags
 from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
 from telescope.environments.user_code import settled, take_steps
 from telescope.errors import RunError, UserError

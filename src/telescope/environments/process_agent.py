@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.base import Environment
+from telescope.environments.base import Environment, RewardResult, Sample
 from telescope.environments.context import MODEL, RolloutContext
-from telescope.environments.records import RewardResult, Sample
 from telescope.errors import EnvironmentFailure, UserError
 from telescope.sandbox.base import run_sync
 from telescope.utils.child_guard import kill_group

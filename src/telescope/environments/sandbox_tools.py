@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.base import Environment
-from telescope.environments.records import RolloutState, Sample
+from telescope.environments.base import Environment, RolloutState, Sample
 from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import SANDBOX_KEY, ToolResult
 from telescope.errors import UserError

@@ -22,8 +22,13 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.base import MultiTurnEnvironment
-from telescope.environments.records import ChatMessage, RewardResult, RolloutState, Sample
+from telescope.environments.base import (
+    ChatMessage,
+    MultiTurnEnvironment,
+    RewardResult,
+    RolloutState,
+    Sample,
+)
 from telescope.environments.tool_calls import (
     FORM_SHOWN,
     ToolCall,

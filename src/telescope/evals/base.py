@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.arguments import instantiate, known_arguments, refuse_near_misses, refuse_unknown
-from telescope.environments.base import Dataset, Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.records import ChatMessage, EvalMetricsResult, RolloutState, Sample
+from telescope.environments.base import (
+    ChatMessage,
+    Dataset,
+    Environment,
+    EvalMetricsResult,
+    MultiTurnEnvironment,
+    RolloutState,
+    Sample,
+    SingleTurnEnvironment,
+)
 from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
 from telescope.environments.types import EnvironmentSpec
 from telescope.environments.user_code import call_with_declared

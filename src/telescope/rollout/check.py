@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telescope.environments.base import Environment
+from telescope.environments.base import GOLD, Environment
 from telescope.environments.local_rollout import ChatServer
-from telescope.environments.records import GOLD
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation

@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from telescope.environments.base import Environment
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE
-from telescope.environments.records import ChatMessage, RewardResult, Sample, eval_metrics_of
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import finite_number, serialize_score
 from telescope.environments.types import RewardRecord

@@ -17,15 +17,19 @@ from dataclasses import asdict
 from typing import Any
 
 from telescope.environments.base import (
+    ChatMessage,
     Environment,
     MultiTurnEnvironment,
+    Sample,
+    assistant_message,
     multi_turn_environment,
     notices_of,
+    sample_uid,
+    with_thinking_prefix,
     wrapped_environment,
 )
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import opening_tag
-from telescope.environments.records import ChatMessage, Sample, assistant_message, sample_uid, with_thinking_prefix
 from telescope.environments.serialization import as_json, serialize_messages
 from telescope.environments.types import (
     FINGERPRINT_DIGITS,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from telescope.environments.records import ChatMessage
+from telescope.environments.base import ChatMessage
 from telescope.rollout.stops import ANSWER, REPLY
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import contextlib
 import itertools
 from typing import Any
 
+from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import RefusedCall, RolloutContext
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags
-from telescope.environments.records import RewardResult, Sample
 from telescope.environments.sandbox_tools import SandboxEnvironment
 from telescope.errors import EnvironmentFailure, UserError
 

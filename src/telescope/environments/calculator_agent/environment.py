@@ -12,10 +12,10 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
+from telescope.environments.base import RewardResult, RolloutState, Sample, shares
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
 from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
-from telescope.environments.records import RewardResult, RolloutState, Sample, shares
 from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
 from telescope.errors import UserError

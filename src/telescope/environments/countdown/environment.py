@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from telescope.environments.base import SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.countdown.puzzles import (
     Expression,
     ExpressionError,
@@ -23,7 +23,6 @@ from telescope.environments.countdown.puzzles import (
 )
 from telescope.environments.hub import hub_rows
 from telescope.environments.parsers import answer_text, extract_answer_tags, strip_think_tags
-from telescope.environments.records import RewardResult, Sample, shares
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []

@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from telescope.environments.base import Sample, shares
 from telescope.environments.hub import hub_rows
 from telescope.environments.math_problems import MathEnvironment, make_sample, read_golds
 from telescope.environments.parsers import extract_boxed_answer
-from telescope.environments.records import Sample, shares
 
 REQUIRED_PACKAGES = ["math-verify"]
 OPTIONAL_PACKAGES = ["datasets"]

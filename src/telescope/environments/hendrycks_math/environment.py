@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from telescope.environments.base import Sample
 from telescope.environments.math_problems import MathEnvironment
-from telescope.environments.records import Sample
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES = ["math-verify"]

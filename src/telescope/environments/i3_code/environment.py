@@ -18,12 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from telescope.environments.base import SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.i3_code import runner
 from telescope.environments.i3_code.own_problems import own_rows
 from telescope.environments.parsers import extract_code_block, strip_think_tags
-from telescope.environments.records import RewardResult, Sample, shares
 from telescope.environments.sandbox_tools import SandboxEnvironment
 from telescope.errors import UserError
 from telescope.sandbox import ExecResult, SandboxCommandTimeoutError, SandboxError, SandboxHandle

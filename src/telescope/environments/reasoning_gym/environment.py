@@ -17,9 +17,8 @@ from dataclasses import fields
 from typing import Any
 
 from telescope.environments.arguments import refuse_unknown
-from telescope.environments.base import SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.parsers import extract_answer_tags
-from telescope.environments.records import RewardResult, Sample, shares
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from telescope.environments.base import RewardResult, Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import parse
 from telescope.environments.parsers import answer_text, extract_answer_tags, strip_think_tags
-from telescope.environments.records import RewardResult, Sample
 from telescope.environments.sandbox_tools import SandboxEnvironment
 from telescope.errors import UserError
 

@@ -14,7 +14,7 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-from telescope.environments.records import GOLD, RewardResult, RolloutState, Sample, shares
+from telescope.environments.base import GOLD, RewardResult, RolloutState, Sample, shares
 from telescope.environments.sandbox_tools import SandboxTools
 from telescope.environments.terminal_tasks.tasks import Files, Task, own_tasks, read_tasks
 from telescope.environments.tool_env import ToolEnvironment, ToolResult

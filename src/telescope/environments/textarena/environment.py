@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from telescope.environments.base import Environment
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, shares
 from telescope.environments.context import Chat, RefusedCall, RolloutContext
-from telescope.environments.records import ChatMessage, RewardResult, Sample, shares
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 

@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.base import MultiTurnEnvironment
+from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample, shares
 from telescope.environments.parsers import strip_think_tags
-from telescope.environments.records import ChatMessage, RewardResult, RolloutState, Sample, shares
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from telescope.environments.base import EvalMetricsResult, Sample, shares
 from telescope.environments.data_files import is_local
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
-from telescope.environments.records import EvalMetricsResult, Sample, shares
 from telescope.evals.base import Eval
 
 REQUIRED_PACKAGES: list[str] = []
