@@ -119,7 +119,9 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
     facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
     urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
     outcome = facts[urgent:urgent] = _outcome(history)
-    advice = [_sentence(each.advice, (*each.metrics, *each.advised)) for each in worst[:1] if state.status != "finished"]
+    advice = [
+        _sentence(each.advice, (*each.metrics, *each.advised)) for each in worst[:1] if state.status != "finished"
+    ]
     is_named = any(rules.NO_SIGNAL in each["metrics"] for each in [*facts[: 2 + urgent], *advice])
     signal = [] if urgent or is_named else _no_signal(history)
     if not (worst or ended or signal):
