@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.fakes.client import metrics_of
 from trainer import gpu_name, write_model
-from weight_sync import MORE_SHAPES, SHAPES, configuration, finish_model, load, print_logs, started
+from weight_sync import MORE_SHAPES, SHAPES, configuration, finish_model, load, print_logs, start_parts
 
 from telescope.cluster.reaper import Reaper
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
@@ -126,7 +126,7 @@ async def measure(
         directory = RunDirectory.create(config, [])
         stack.enter_context(directory.open_record(console=False))
         status = RunStatus("checkpoint", 0)
-        parts = await started(shape, config, directory, status, stack, reaper)
+        parts = await start_parts(shape, config, directory, status, stack, reaper)
         await stack.enter_async_context(load(parts, arguments.requests))
         await parts.trainer.train_step(random_step(num_ranks, ALL_SHAPES[shape]["vocab_size"]))
         checkpoints = CheckpointFolder(folder / "checkpoints")

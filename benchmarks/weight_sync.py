@@ -160,7 +160,7 @@ async def measure(
         reaper = stack.enter_context(Reaper())
         directory = RunDirectory.create(config, [])
         stack.enter_context(directory.open_record(console=False))
-        parts = await started(shape, config, directory, RunStatus("weight_sync", 0), stack, reaper)
+        parts = await start_parts(shape, config, directory, RunStatus("weight_sync", 0), stack, reaper)
         await stack.enter_async_context(load(parts, arguments.requests))
         row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
         keep(row)
@@ -168,7 +168,7 @@ async def measure(
             keep(await measure_kind(parts, in_place(parts), shape, arguments.syncs))
 
 
-async def started(
+async def start_parts(
     shape: str,
     config: TelescopeConfig,
     directory: RunDirectory,

@@ -357,7 +357,7 @@ def megatron_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
         of_layer = boundary
     elif device == "cpu":
         of_layer = block
-    else:
+    else:  # norms, rotary embeddings and gated MLPs are compiled
         elements = max(shape.activation_elements_per_token(width) for width in shape.mlp_widths)
         if shape.qk_norm:  # these norms keep the array of which their inputs are parts
             elements += (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim

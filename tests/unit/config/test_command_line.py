@@ -279,7 +279,7 @@ def test_the_command_alone_opens_the_dashboard_where_runs_are(capsys, tmp_path, 
         *(["verify", "--config", "{}"], ["config", "show", "{}"], ["query", "select 1", "--root", "{}"]),
     ],
 )
-@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 300, "x/" * 3000])
+@pytest.mark.parametrize("path", ["~no-such-user/x", "x" * 300, "x/" * 3000])
 def test_a_path_that_cannot_exist_is_refused_in_one_line_by_every_command(capsys, arguments, path):
     code, out, err = run(capsys, *(argument.format(path) for argument in arguments))
     assert (code, out) == (2, "")

@@ -332,7 +332,7 @@ NO_NAME = "which is neither a folder here nor a hub identifier"
     ("model", "words"),
     [
         *[(model, NO_NAME) for model in ("a b", "-a", "a..b", "x/", "a\nb", "a" * 400, "o/" + "a" * 5000)],
-        *[(model, "is not a path: ") for model in ("/" + "a" * 5000, "~nobody-of-that-name/x")],
+        *[(model, "is not a path: ") for model in ("/" + "a" * 5000, "~no-such-user/x")],
     ],
 )
 def test_what_is_no_model_is_refused_briefly(tmp_path, monkeypatch, model, words):
