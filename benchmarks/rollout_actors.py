@@ -31,7 +31,7 @@ from scripted_actor import ScriptedActor
 from telescope.cluster import rollout_group
 from telescope.cluster.ray_cluster import Cluster, connect, disconnect
 from telescope.cluster.reaper import Reaper
-from telescope.cluster.rollout_group import LINGER_SECONDS, NEWS_SECONDS, RolloutGroup
+from telescope.cluster.rollout_group import NEWS_SECONDS, RolloutGroup
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.orchestrator.filters import SampleFilters
@@ -151,7 +151,10 @@ async def started(case: Case, cluster: Cluster, model: Path) -> AsyncIterator[Ru
             url = f"scripted:{case.num_tokens}:{VOCABULARY}:{case.seconds}"
             await group.connect([(url, "")] * NUM_SERVERS, lambda: [0] * NUM_SERVERS)
             pool = RolloutPool(
-                group.handles, infos={case.spec.identity: group.infos[0]}, seconds=NEWS_SECONDS, linger=LINGER_SECONDS
+                group.handles,
+                infos={case.spec.identity: group.infos[0]},
+                seconds=NEWS_SECONDS,
+                interval=group.report_interval,
             )
             slots = pool.open_lane(TRAINING, [case.in_flight // NUM_SERVERS] * NUM_SERVERS, GROUP_SIZE)
             for server in range(NUM_SERVERS):

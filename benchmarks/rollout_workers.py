@@ -179,7 +179,7 @@ class ScriptedWorker:
         self._running: deque[tuple[int, int, RolloutTask]] = deque()
         self._has_enough = asyncio.Event()
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         self.num_calls += 1
         if orders.is_empty:
             await self._has_enough.wait()

@@ -161,8 +161,8 @@ class LocalWorker:
     def _start(self) -> RolloutWorker:
         return RolloutWorker(self.environments, self.engines, grouped=not self.config.enable_individual_sample_lanes)
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
-        return await self._worker.exchange(orders, seconds=seconds, linger=linger)
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
+        return await self._worker.exchange(orders, seconds=seconds, interval=interval)
 
     async def restart(self) -> None:
         self.num_restarts += 1

@@ -44,7 +44,9 @@ R = TypeVar("R")
 MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
 """How long a call waits for events of a worker. It is also the worker's heartbeat."""
-LINGER_SECONDS = 0.05
+REPORT_SECONDS, MAX_REPORT_SECONDS = 0.01, 0.05
+"""Time between two reports of a worker, for each worker of the run, so that they do not occupy the driver; and at most,
+because request slots stay free for that time."""
 SAMPLES_PER_WORKER = 64
 """Samples in flight for which one worker suffices."""
 SILENCE_SECONDS = 10.0
@@ -129,11 +131,11 @@ class RolloutActor:
         self._run(connect())
 
     @ray.method(concurrency_group="exchange")
-    def exchange(self, orders: Orders, seconds: float | None, linger: float, versions: list[int]) -> Report:
+    def exchange(self, orders: Orders, seconds: float | None, interval: float, versions: list[int]) -> Report:
         """Calls `RolloutWorker.exchange`. `versions` are the servers' policy versions."""
         for engine, version in zip(self._engines, versions, strict=False):
             engine.loaded_version = version
-        report: Report = self._run(self._worker.exchange(orders, seconds=seconds, linger=linger))
+        report: Report = self._run(self._worker.exchange(orders, seconds=seconds, interval=interval))
         report.sandboxes = sandbox_news(self._sandboxes, self._index)
         return report
 
@@ -223,10 +225,10 @@ class RolloutHandle:
         except ActorExited as error:
             raise InfrastructureError(f"{self._name} exited while {doing}{self.log_end()}") from error
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         """Implements `rollout.pool.Worker.exchange`."""
-        call = self.actor.exchange.remote(orders, seconds, linger, self._group.versions())
-        silence = (seconds or 0.0) + linger + self._group.config.environment_timeout_seconds + SILENCE_SECONDS
+        call = self.actor.exchange.remote(orders, seconds, interval, self._group.versions())
+        silence = (seconds or 0.0) + interval + self._group.config.environment_timeout_seconds + SILENCE_SECONDS
         try:
             async with asyncio.timeout(silence):
                 report: Report = await answer(call, self._name)
@@ -311,6 +313,11 @@ class RolloutGroup:
         self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]
         self._nodes = [cluster.driver_node, *(node for node in cluster.node_names if node != cluster.driver_node)]
         self.infos: list[EnvironmentInfo] = []
+
+    @property
+    def report_interval(self) -> float:
+        """Returns the seconds between two reports of a worker."""
+        return min(REPORT_SECONDS * len(self.handles), MAX_REPORT_SECONDS)
 
     def make_actor(self, index: int) -> Any:
         """Starts a worker's process. With SPREAD, workers are placed on the remaining nodes in turn."""

@@ -23,7 +23,7 @@ from typing import Any
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
-from telescope.cluster.rollout_group import LINGER_SECONDS, NEWS_SECONDS, RolloutGroup
+from telescope.cluster.rollout_group import NEWS_SECONDS, RolloutGroup
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
@@ -147,7 +147,9 @@ async def start_components(
     stack.push_async_callback(group.stop)
     await group.start()
     infos = {spec.identity: info for spec, info in zip(keys.specs, group.infos, strict=True)}
-    rollouts = RolloutPool(group.handles, infos=infos, homes=group.homes, seconds=NEWS_SECONDS, linger=LINGER_SECONDS)
+    rollouts = RolloutPool(
+        group.handles, infos=infos, homes=group.homes, seconds=NEWS_SECONDS, interval=group.report_interval
+    )
     stack.push_async_callback(rollouts.close)
     if config.eager_prepare_resources:
         await group.prepare_resources()

@@ -36,7 +36,7 @@ OnSample = Callable[[int, Trajectory | BaseException], None]
 class Worker(Protocol):
     """Interface of a rollout worker (`rollout.worker.RolloutWorker`)."""
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         """Sends orders and returns a report. Raises `WorkerLost`."""
         ...
 
@@ -105,7 +105,7 @@ class RolloutPool:
     """The rollout workers of a run. Use it from one event loop. Calls to workers begin with the first prompt or group.
 
     `homes` returns the workers that can run an environment now, by its key; without it, all can. A call to a worker
-    waits up to `seconds` for an event (None: without limit), then `linger` seconds for more.
+    waits up to `seconds` for an event (None: without limit), and then until `interval` seconds after its last report.
     `on_engine_failure` is called with the server of each failed request. It closes the server in all lanes if the
     server is to get no more requests.
     """
@@ -116,7 +116,7 @@ class RolloutPool:
         *,
         infos: Mapping[str, EnvironmentInfo] | None = None,
         seconds: float | None = None,
-        linger: float = 0.0,
+        interval: float = 0.0,
         homes: Callable[[str], Iterable[int]] | None = None,
         on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
     ) -> None:
@@ -127,7 +127,7 @@ class RolloutPool:
         self.infos = infos or {}
         """Descriptions of the environments, by their keys."""
         self.workers = [_Worker(worker) for worker in workers]
-        self._seconds, self._linger = seconds, linger
+        self._seconds, self._interval = seconds, interval
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
         self._lanes: dict[str, Lane] = {}
@@ -319,7 +319,7 @@ class RolloutPool:
     async def _listen(self, worker: _Worker) -> None:
         """Waits for events, one call at a time. An order ends the call early."""
         while True:
-            self._read(worker, await worker.calls.exchange(Orders(), seconds=self._seconds, linger=self._linger))
+            self._read(worker, await worker.calls.exchange(Orders(), seconds=self._seconds, interval=self._interval))
             if not (worker.is_open or any(group.worker is worker for group in self._groups.values())):
                 raise WorkerLost("user code of an ended sample still runs in it")
 

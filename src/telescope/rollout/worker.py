@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class RolloutWorker:
         self._grouped = grouped
         self._groups: dict[int, _Group] = {}
         self._report = Report()
+        self._reported_at = -math.inf
+        """Time of the last report, on the event loop's clock."""
         self._moved: set[tuple[int, int]] = set()
         """Running samples with a new request or turn since the last report."""
         self._reported: dict[tuple[int, int], RunningSample] = {}
@@ -58,11 +61,11 @@ class RolloutWorker:
         self._num_exchanges = 0
         self._warned: set[str] = set()
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         """Applies orders and returns the events since the last report.
 
-        Waits up to `seconds` for an event (None: without limit), then `linger` seconds for more. A newer exchange ends
-        the wait of an older one.
+        Waits up to `seconds` for an event (None: without limit), and then for more until the last report was `interval`
+        seconds ago. A newer exchange ends the wait of an older one.
         """
         self._num_exchanges += 1
         number = self._num_exchanges
@@ -71,8 +74,9 @@ class RolloutWorker:
         await asyncio.sleep(0)  # new samples take their slots
         if orders.is_empty:
             await self._events(number, 1, seconds)
-            if linger:
-                await self._events(number, MANY_EVENTS, linger)
+            now = asyncio.get_running_loop().time()
+            await self._events(number, MANY_EVENTS, self._reported_at + interval - now)
+        self._reported_at = asyncio.get_running_loop().time()
         report, self._report, self._is_slot_free = self._report, Report(), False
         report.rows = encode_rows(report.trajectories, self._warned)
         for sample in report.trajectories:

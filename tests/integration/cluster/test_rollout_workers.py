@@ -126,7 +126,7 @@ async def workers(
         try:
             await group.start()
             await group.connect([(server.url, server.secret)], lambda: [FIRST_VERSION], FIRST_VERSION)
-            pool = RolloutPool(group.handles, infos={environment: group.infos[0]}, seconds=1.0, linger=0.01)
+            pool = RolloutPool(group.handles, infos={environment: group.infos[0]}, seconds=1.0, interval=0.01)
             slots = pool.open_lane(TRAINING, [64 * config.rollout_num_workers], 2)
             slots.set_up(0, True)
             yield Workers(group, pool, deeds, RolloutSettings.from_config(config), run_dir, environment)

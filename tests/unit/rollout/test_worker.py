@@ -44,11 +44,11 @@ async def reports(orders: Orders, **waits: float) -> list[tuple[float, int]]:
     ("orders", "waits", "expected"),
     [
         (prompts(3, 5), {}, [(3, 1), (5, 1)]),
-        (prompts(3, 5), {"linger": 2.5}, [(5.5, 2)]),
+        (prompts(3, 4, 5), {"interval": 2.5}, [(3, 1), (5.5, 2)]),
         (prompts(3), {"seconds": 2.0}, [(2, 0), (3, 1)]),
-        (prompts(*[3] * 40), {"linger": 60.0}, [(3, 40)]),
+        (prompts(*[3] * 40, 4, *[5] * 40), {"interval": 60.0}, [(3, 40), (5, 41)]),
     ],
-    ids=["at the first event", "with what comes soon after", "at the latest after some time", "at once with many"],
+    ids=["at the first event", "not soon after the last one", "at the latest after some time", "at once with many"],
 )
 def test_a_report_comes(orders: Orders, waits: dict[str, float], expected: list[tuple[float, int]]) -> None:
     assert run_simulated(reports(orders, **waits)) == expected
@@ -73,7 +73,7 @@ def test_a_server_that_failed_is_closed_until_it_is_ordered_to_be_up() -> None:
         group = GroupTask(7, {0: task()}, settings(slot_timeout=100.0))
         up = {(TRAINING, 0): True}
         ordered = await worker.exchange(Orders(lanes={TRAINING: [2]}, servers=up, groups=[group]))
-        waited = await worker.exchange(Orders(), seconds=50.0, linger=1.0)
+        waited = await worker.exchange(Orders(), seconds=50.0, interval=1.0)
         failures = [*ordered.failures, *waited.failures]
         assert [(lane, server) for lane, server, _ in failures] == [(TRAINING, 0)]
         assert waited.lanes[TRAINING].num_free == 0 and not waited.samples
@@ -112,7 +112,7 @@ def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
 class Unlucky:
     """The calls of a worker that is lost whenever it has got groups."""
 
-    async def exchange(self, orders: Orders, *, seconds: float | None = None, linger: float = 0.0) -> Report:
+    async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         if orders.is_empty:
             await asyncio.sleep(3600)
         if orders.groups:
