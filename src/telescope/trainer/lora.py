@@ -12,7 +12,7 @@ Invariant: the names of all other parameters do not change. An adapter's names a
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,15 @@ def config_of_adapter(names: Iterable[str], config: Any) -> dict[str, Any]:
     }
 
 
-def adapter_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields an adapter's parameters on the CPU, by their file names."""
-    for name, tensor in named:
-        yield FILE_PREFIX + name, tensor.cpu().contiguous()
+def adapter_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns an adapter's parameters, which have one dtype, on the CPU by their file names.
+
+    They leave the device together: hundreds of copies would each wait for it, and for the engine if that shares it.
+    """
+    tensors = {FILE_PREFIX + name: tensor for name, tensor in named}
+    together = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).cpu()
+    parts = together.split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 
 def write_adapter(

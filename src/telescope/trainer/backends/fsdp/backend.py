@@ -212,7 +212,7 @@ class FSDPBackend(RLBackend):
     @torch.no_grad()
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
         named = [(name, tensor) for name, tensor in self._named_tensors() if is_adapter(name)]
-        tensors = dict(adapter_tensors(sharding.gather_full_tensors(named, dtype)))
+        tensors = adapter_tensors(sharding.gather_full_tensors(named, dtype))
         size, error = 0, None
         if self.rank == 0:
             try:

@@ -195,10 +195,10 @@ def gather_full_tensors(
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
+            tensor = tensor.to_local()  # each cast of a DTensor takes 0.1 ms more
         # divided by rows, as FSDP2 does it
         rows = tensor if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),) else None
-        if rows is not None and rows.device_mesh.size() == 1:
-            rows = None
         wanted = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * wanted.itemsize
         fits = size + num_bytes <= group_bytes and (dtype is not None or not group or group[0][1].dtype == wanted)
