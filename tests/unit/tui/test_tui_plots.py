@@ -69,6 +69,7 @@ def test_a_filter_names_columns_and_searches_for_the_rest() -> None:
     assert found.range == ["reward=0..0.5", "completion_tokens=12..12"]
     assert found.search == "two words a=b"
     assert parse_filter("reward=1").reward == "1"
+    assert parse_filter("reward=0.5.. total_tokens=..9").range == ["reward=0.5..", "total_tokens=..9"]
     assert [(f.step_min, f.step_max) for f in map(parse_filter, ("step=7", "step=7..", "step=..7"))] == [
         (7, 7), (7, None), (None, 7),
     ]  # fmt: skip
