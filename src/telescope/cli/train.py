@@ -250,7 +250,8 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
     elif before is not None:
         row("held-out accuracy", f"{before:.3f} before training ({items})")
     if summary.reward_first is not None and summary.reward_last is not None:
-        scope = f", in the last {summary.steps_of_attempt} steps" if summary.is_continued else ""
+        last = "the last step" if summary.steps_of_attempt == 1 else f"the last {summary.steps_of_attempt} steps"
+        scope = f", in {last}" if summary.is_continued else ""
         trained = f"{summary.reward_trained_first:.3f} → {summary.reward_trained_last:.3f}"
         change = f"{summary.reward_first:.3f} → [bold]{summary.reward_last:.3f}[/]"
         row("reward", f"{change} (all samples{scope}; {trained} in the groups that were trained)")

@@ -194,10 +194,12 @@ def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]
     planned, rate_now = learning_rate(step, earlier), learning_rate(step, SimpleNamespace(**now))
     if math.isclose(planned, rate_now, rel_tol=1e-6):
         return None
+    rates = f"{learning_rate(step - 1, earlier):.3g} in step {step - 1} and is {rate_now:.3g} in step {step}"
+    if now["lr_scheduler"] in ("constant", "none"):
+        return f"The learning rate was {rates}"
     return (
-        f"The learning rate was {learning_rate(step - 1, earlier):.3g} in step {step} and is {rate_now:.3g} in step "
-        f'{step + 1}, by lr_scheduler "{now["lr_scheduler"]}" over {now["number_of_steps"]} steps. For a rate of your '
-        'choice, set lr_scheduler to "constant" and learning_rate to it'
+        f'The learning rate was {rates}, by lr_scheduler "{now["lr_scheduler"]}" over {now["number_of_steps"]} steps. '
+        'For a rate of your choice, set lr_scheduler to "constant" and learning_rate to it'
     )
 
 

@@ -116,7 +116,8 @@ def test_a_resume_that_changes_the_learning_rate_says_both_rates(resuming, befor
     if rates is None:
         assert "The learning rate" not in notes
     else:
-        assert f"The learning rate was {rates[0]} in step 2 and is {rates[1]} in step 3" in notes
+        assert f"The learning rate was {rates[0]} in step 1 and is {rates[1]} in step 2" in notes
+        assert ("For a rate of your choice" in notes) == (before != {})
 
 
 @pytest.mark.parametrize(("changes", "message"), [
