@@ -45,8 +45,16 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
             console.print(_tree(trial))
     console.print(_table(trials))
     if any(trial.name == CANNED for trial in trials):
-        print("No solution is known. Return it from `solution(self, sample)`, to check that it earns the reward.")
-    problems = [f"{trial.name}, item {trial.item}: {trial.problem}." for trial in trials if trial.problem]
+        print("No solution is known. Return one from `solution(self, sample)`, or give one (--solution), to check it.")
+    failed: dict[str, list[str]] = {}  # names of trials by their problem, since a bug fails all of them
+    for trial in trials:
+        if problem := trial.problem:
+            label = f"environment {spec.identity!r}, item {trial.item}: "
+            failed.setdefault(problem.removeprefix(label), []).append(f"{trial.name}, item {trial.item}")
+    problems = [
+        f"{names[0]}{f' and {len(names) - 1} other trials' if len(names) > 1 else ''}: {problem}."
+        for problem, names in failed.items()
+    ]
     if labels:
         problems += _judge_labels(labels, checks.environment.judge)
     for problem in problems:

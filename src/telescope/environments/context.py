@@ -262,6 +262,8 @@ class RolloutContext(Chat):
         """Whether the rollout has ended, so that its completions are no longer needed."""
         self.chats: dict[str, Chat] = {}
         self.metrics: dict[str, float] = {}
+        self.program_error: str | None = None
+        """How the last program of `run` that failed ended."""
 
     @property
     def seconds_left(self) -> float:
@@ -313,7 +315,10 @@ class RolloutContext(Chat):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))
+        errors = stderr.decode("utf-8", "replace")
+        if process.returncode:
+            self.program_error = f"{command[0]} exited with code {process.returncode}: {errors.strip()[-200:]}"
+        return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), errors)
 
     async def sandbox(self, image: str | None = None) -> Any:
         """Returns a sandbox from the environment's pool. It is destroyed with the rollout."""

@@ -230,7 +230,7 @@ class _TextServices:
     def _refusal(self) -> UserError:
         return UserError(
             "The agent uses more than text (tools, token ids, a judge, a sandbox or its endpoint). Run `telescope envs "
-            f"check {self._environment.name} --model FOLDER`, with --url of a server of vLLM for a model's answers."
+            f"check {self._environment.name}`, with --model FOLDER and --url of a server of vLLM for a model's answers."
         )
 
 

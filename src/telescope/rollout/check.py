@@ -87,7 +87,7 @@ class Trial:
         reward, kind = self.reward, self.trajectory.failure_kind
         if reward is None:
             is_fine = kind == "infrastructure" and self.name not in (REFERENCE, CANNED, MODEL)  # masked, not rewarded
-            return None if is_fine else f"the rollout failed: {self.trajectory.failure_message}"
+            return None if is_fine else self.trajectory.failure_message
         if self.name in (CANNED, MODEL):
             return None
         if self.name != REFERENCE:
@@ -144,7 +144,7 @@ class Checks:
         """Returns the trial of the reference solution, or of the first form that is right. Empty without an answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
-        forms = [[form.replace("{}", sample.answer)] for form in self._forms] if sample.answer else []
+        forms = [[form.replace("{}", sample.answer)] for form in self._forms if sample.answer or "{}" not in form]
         tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
         return ([trial for trial in tried if not trial.problem] or tried)[:1]
 

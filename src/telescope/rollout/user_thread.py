@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from telescope.environments.serialization import MalformedResultError
@@ -122,9 +123,15 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+@lru_cache(maxsize=256)
+def _print_once(text: str) -> None:
+    """Prints a traceback, unless it was one of the last that were printed: a bug fails many samples."""
+    print(text, file=sys.stderr, end="", flush=True)
+
+
 def user_failure(error: BaseException, label: str) -> Exception:
     """Returns the error to raise for an error of user code, with the file and line where it was raised."""
-    traceback.print_exception(error)
+    _print_once("".join(traceback.format_exception(error)))
     kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
     error = original_error(error)
     # A malformed result has no line in user code, and our own line that rejects it does not help.

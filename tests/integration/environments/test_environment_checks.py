@@ -129,6 +129,30 @@ def test_a_solution_that_earns_too_little_fails_the_check_and_may_be_given(capsy
     assert check(capsys, "dataset", "--solution", "Final: {}", kwargs=kwargs)[0] == 0
 
 
+def test_a_solution_without_a_gold_may_be_given(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Are you there?"}))
+    kwargs = {"path": str(tmp_path / "rows.jsonl"), "reward": "regex", "pattern": "ready"}
+    code, out, _ = check(capsys, "dataset", "--solution", "I am ready.", kwargs=kwargs)
+    assert code == 0 and "item 0, reference solution: reward 1, " in out
+
+
+def test_a_bug_that_fails_every_trial_is_printed_once(capsys, tmp_path):
+    failing = f"{BODY}\n    async def rollout(self, sample, context):\n        return context.nothing\n"
+    code, _, err = check(capsys, "own", *write(tmp_path, failing))
+    assert code == 1 and err.count("Traceback") == 1, err
+    assert "own: reference solution, item 0 and 3 other trials: rollout failed: AttributeError" in err
+
+
+def test_a_program_that_fails_without_a_call_is_named_with_its_output(capsys, tmp_path):
+    failing = f"""{BODY}
+    async def rollout(self, sample, context):
+        await context.run(["python3", "missing.py"])
+        return RewardResult(0.0)
+"""
+    code, _, err = check(capsys, "own", *write(tmp_path, failing))
+    assert code == 1 and "python3 exited with code 2: " in err and "missing.py" in err
+
+
 def test_forks_of_an_agent_are_shown_with_their_cause(capsys, tmp_path):
     code, out, err = check(capsys, "own", *write(tmp_path, CLIENT))
     assert code == 0, out + err
@@ -154,7 +178,7 @@ def test_a_new_agent_passes_the_check_and_its_answers_can_be_tried(capsys, tmp_p
 def test_trying_an_agent_that_needs_a_tokenizer_names_the_command_that_has_one(capsys, tmp_path):
     write(tmp_path, CLIENT)
     assert main(["envs", "try", "own", "--path", str(tmp_path), "--answer", "x"]) == 2
-    assert "Run `telescope envs check own --model FOLDER`" in capsys.readouterr().err
+    assert "Run `telescope envs check own`" in capsys.readouterr().err
 
 
 def test_a_served_model_answers_beside_the_script(capsys, tmp_path, tokenizer_path):
