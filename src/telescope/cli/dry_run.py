@@ -78,7 +78,7 @@ def print_dry_run(
 
     def try_components() -> None:
         try:
-            notices.extend(try_user_code(not (problems or here or elsewhere)))
+            notices.extend(try_user_code(not (problems or here or elsewhere or (report and report.unchecked))))
         except UnreachableError as error:
             if elsewhere is None:
                 raise
@@ -225,7 +225,7 @@ def _print_memory(
     of_which = f", for GPUs of {(memory or 0) / GIB:g} GiB as assumed" if assumed else ""
     console.print(Text(f"\nMemory (estimate{of_which})", style="bold cyan"))
     if report.shape is None:
-        console.print(f"  no estimate: the sizes of {config.model} are not known (looked at {report.source}).")
+        console.print(f"  no estimate: the sizes of {config.model} are not known.")
         return []
     estimate = estimate_memory(config, report.shape, device=placement.device, device_memory_bytes=memory)
     console.print(

@@ -177,7 +177,7 @@ def test_a_sync_of_adapters_is_described_as_one(dry_run):
     assert "Weights reach the servers in place" not in printed
 
 
-def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, monkeypatch, tmp_path):
+def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, tried, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(
         "telescope.orchestrator.preflight.inspect_model", lambda config: inspect_model(config, ask_hub=False)
@@ -188,6 +188,9 @@ def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, 
     printed, error = dry_run(config=EXAMPLE, gpu=80, model="acme/secret-1B")
     assert "model is 'acme/secret-1B'" in error
     assert "no estimate" in printed
+    _, error = dry_run(**HERE, model="acme/secret-1B")
+    assert error.count("acme/secret-1B") == 2
+    assert not tried[-1]  # loading the model would fail for the same reason
 
 
 def test_a_run_on_the_cpu_has_no_gpu_to_assume(dry_run):

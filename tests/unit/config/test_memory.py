@@ -4,17 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from telescope.config import TelescopeConfig
 from telescope.config.megatron import check_division
 from telescope.config.memory import GIB, StagingPlan, estimate_memory, plan_staging
 from telescope.config.model_shape import ModelShape, known_shape
 
+EXAMPLES = Path(__file__).parents[3] / "configs" / "examples"
 # Parameters as the models' own pages and files state them.
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768, "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304, "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512, "Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B-Base": 8_190_735_360, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
 }  # fmt: skip
 LLAMA_3_2_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -35,6 +38,11 @@ def config(**values: object) -> TelescopeConfig:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_known_models_have_their_published_number_of_parameters(model):
     assert known_shape(model).num_parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("example_*.yaml")), ids=lambda path: path.stem)
+def test_the_models_of_examples_are_known_without_the_hub(example):
+    assert known_shape(yaml.safe_load(example.read_text()).get("model", "Qwen/Qwen2.5-3B"))
 
 
 def test_config_files_give_the_published_number_of_parameters():
