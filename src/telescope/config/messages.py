@@ -102,7 +102,7 @@ def _expectation(detail: ErrorDetails, value: Any) -> str:
         return detail["msg"].removeprefix("Value error, ")
     if kind == "literal_error":
         choices = str(context["expected"]).replace("'", '"').replace(" or ", ", ")
-        suggestion = did_you_mean(str(value), [choice.strip('" ') for choice in choices.split(",")])
+        suggestion = hint(str(value), [choice.strip('" ') for choice in choices.split(",")])
         return f"it must be one of {choices}.{suggestion}".rstrip(".")
     for bound, words in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if bound in context:

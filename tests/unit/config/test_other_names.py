@@ -49,6 +49,11 @@ def test_a_name_of_another_framework_is_translated(name, words):
     assert words in str(bare.value)
 
 
+def test_an_algorithm_of_another_framework_is_translated():
+    with pytest.raises(ConfigError, match="DAPO is grpo with use_ppo_clip true"):
+        load_config(None, ["--environments", "[{name: countdown}]", "--algorithm", "dapo"], {})
+
+
 def test_a_file_of_another_framework_is_translated(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(
