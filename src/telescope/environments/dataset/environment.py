@@ -80,7 +80,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         rollout: str | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(kwargs, known_arguments(type(self), Environment), "The environment 'dataset'")
+        known = known_arguments(type(self), Environment) | ({"tools"} - kwargs.keys())  # a list makes another class
+        refuse_unknown(kwargs, known, "The environment 'dataset'")
         rewards = [reward] if isinstance(reward, str) else list(reward)
         named = [name for name in rewards if ":" not in name and name not in ("judge", "code")]
         if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
@@ -188,7 +189,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self.instruction_prompt = None
         extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
         rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
-        columns_used = f"prompt in {prompt!r}, answer in {answer!r}, reward {rewards}."
+        answers = f"answer in {answer!r}" if answer else "no column of answers"
+        columns_used = f"prompt in {prompt!r}, {answers}, reward {rewards}."
         if num_empty := len(rows) - len(samples) - len(unusable):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
         if unusable:
