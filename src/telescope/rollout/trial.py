@@ -111,7 +111,7 @@ def _outcome(
         if "ready" in message:
             return [EnvironmentInfo(**fields) for fields in message["ready"]]
         if "failed" in message:
-            _fail(message["failed"], UserError if message["reachable"] else UnreachableError)
+            raise (UserError if message["reachable"] else UnreachableError)(message["failed"])
         stage, doing, began = message["stage"], message["doing"], time.monotonic()
 
 
@@ -120,8 +120,8 @@ def _last_output(log: Path) -> str:
     return f". Its last output:\n{tail}" if tail else ""
 
 
-def _fail(text: str, kind: type[UserError] = UserError) -> NoReturn:
-    raise kind(text[:1].upper() + text[1:])
+def _fail(text: str) -> NoReturn:
+    raise UserError(text[:1].upper() + text[1:])
 
 
 # The child
