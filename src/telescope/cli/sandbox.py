@@ -59,15 +59,18 @@ def build_parser() -> CommandParser:
 
 def run_reap(arguments: argparse.Namespace) -> int:
     """Reaps the sandboxes of each run. Returns the exit code."""
+    total = 0
     for run in choose_runs(arguments.run, arguments.root):
         if run.status == "live":
             if arguments.run:
                 raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
             continue
         destroyed = asyncio.run(reap(run.files.run_dir, arguments.provider))
-        if destroyed or arguments.run:
-            names = ": " + ", ".join(destroyed) if destroyed else ""
-            print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed{names}"))
+        total += len(destroyed)
+        if destroyed:
+            print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed: {', '.join(destroyed)}"))
+    if not total:
+        print("No sandboxes were left.")
     return 0
 
 

@@ -40,6 +40,8 @@ def add_of_another_node(ledger: SandboxLedger) -> None:
 def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedger, capsys: pytest.CaptureFixture[str]):
     assert main(["sandbox", "reap", str(run.path.parent)]) == 0
     assert not Service.alive and "1 sandboxes destroyed: service noted" in capsys.readouterr().out
+    assert main(["sandbox", "reap", str(run.path.parent)]) == 0
+    assert capsys.readouterr().out == "No sandboxes were left.\n"
 
 
 def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLedger):
