@@ -382,7 +382,10 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     In `tools`, `package.module:function` is imported, a name refers to `sandbox_tools`, and a mapping is a server of
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
-    if isinstance(tools := kwargs.get("tools"), list) and tools:
+    tools = kwargs.get("tools")
+    if isinstance(tools, str) and "tools" not in known_arguments(cls, Environment):
+        raise UserError(f"The environment {name!r}: tools is {tools!r}; write a list: tools: [{tools}].")
+    if isinstance(tools, list) and tools:
         is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
         tools = [load_function(t, f"{name}: the tool") if p else t for t, p in zip(tools, is_path, strict=True)]
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}

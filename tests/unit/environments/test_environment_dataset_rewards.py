@@ -11,6 +11,7 @@ from telescope.environments.base import RewardResult
 from telescope.environments.i3_code.own_problems import own_rows
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
+from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import InfrastructureError, UserError
 
@@ -24,6 +25,7 @@ def rows(tmp_path) -> str:
         "from telescope.environments.base import RewardResult\n"
         "async def agent(sample, context):\n    return await context.generate(sample.prompt)\n"
         "async def scorer(sample, context):\n    return RewardResult(0.25)\n"
+        "async def number(sample, context):\n    return 3\n"
         "def plain(sample, context): ...\n"
         "def look_up(word: str) -> str:\n    '''Look a word up.'''\n    return f'{word} is a city'\n"
     )
@@ -115,6 +117,9 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
     assert (await agent.rollout(agent.get_sample(0), context)).total_reward == 1.0
     scorer = made(rows, reward="exact", rollout="agents.py:scorer")
     assert await scorer.rollout(scorer.get_sample(0), context) == RewardResult(0.25)
+    number = made(rows, reward="exact", rollout="agents.py:number")
+    with pytest.raises(MalformedResultError, match="returned 3, not the answer"):
+        await number.rollout(number.get_sample(0), context)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +135,12 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"reward": "code"}, r"rows.jsonl has no tests \(tests, .*Set tests to a column"),
         ({"reward": "code", "tests": "answer"}, r"'Paris' is not of the form \{\"inputs\": \[...\], \"outputs\""),
         ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
+        ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
         ({"rollout": "agents.py:plain"}, "is no async function of a sample and a context"),
-        ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, plain, look_up"),
+        ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),
         ({"tools": ["nowhere:tool"]}, "the tool 'nowhere:tool' cannot be imported"),
+        ({"tools": "agents.py:look_up"}, r"write a list: tools: \[agents.py:look_up\]"),
+        ({"tool": ["agents.py:look_up"]}, "no keyword argument 'tool'. Did you mean 'tools'"),
         ({"tools": ["shel"]}, "there is no tool 'shel'; use shell or sandbox_python"),
     ],
 )

@@ -35,9 +35,10 @@ from telescope.environments.parsers import (
     verify_exact_match,
 )
 from telescope.environments.registry import make_environment
+from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import load_function, maybe_await
 from telescope.errors import UserError
-from telescope.utils.text import pluralize
+from telescope.utils.text import did_you_mean, is_misspelled, pluralize
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets", "math-verify"]
@@ -80,8 +81,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         rollout: str | None = None,
         **kwargs: Any,
     ) -> None:
-        known = known_arguments(type(self), Environment) | ({"tools"} - kwargs.keys())  # a list makes another class
-        refuse_unknown(kwargs, known, "The environment 'dataset'")
+        refuse_unknown(kwargs, known_arguments(type(self), Environment) | {"tools"}, "The environment 'dataset'")
         rewards = [reward] if isinstance(reward, str) else list(reward)
         named = [name for name in rewards if ":" not in name and name not in ("judge", "code")]
         if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
@@ -163,10 +163,14 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         form, prompt, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
+        criteria = self.criteria if self._judges and isinstance(self.criteria, str) else ""
+        if criteria.partition(".")[0] not in columns and is_misspelled(criteria, columns):
+            raise UserError(f"dataset: criteria is {criteria!r}.{did_you_mean(criteria, columns)}")
         # A text that is compared unchanged may contain "####" or "answer:" without being a worked-out solution.
         is_final = self.compares != "math" and form != GSM8K
         samples: list[Sample] = []
         unusable: list[str] = []
+        answers = f"answer in {answer!r}" if answer else "no column of answers"
         for number, row in enumerate(rows):
             try:
                 messages = read_prompt(value_of(row, prompt))
@@ -176,7 +180,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                     self._criteria_of(row)
                 row = row | self._read_tests(row, tests, number)
             except (ValueError, UserError) as error:
-                unusable.append(f"row {number} (prompt in {prompt!r}, answer in {answer!r}): {error}")
+                unusable.append(f"row {number} (prompt in {prompt!r}, {answers}): {error}")
                 continue
             sample = math_problems.make_sample(messages, golds if golds or self._needs_answer else [""], row)
             if sample is not None:
@@ -189,7 +193,6 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self.instruction_prompt = None
         extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
         rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
-        answers = f"answer in {answer!r}" if answer else "no column of answers"
         columns_used = f"prompt in {prompt!r}, {answers}, reward {rewards}."
         if num_empty := len(rows) - len(samples) - len(unusable):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
@@ -218,7 +221,13 @@ class DatasetEnvironment(math_problems.MathEnvironment):
 
     async def _roll_out(self, sample: Sample, context: Any) -> RewardResult:
         result = await self._rollout(sample, context)
-        return result if isinstance(result, RewardResult) else await maybe_await(self.compute_reward(result, sample))
+        if isinstance(result, str):
+            return await maybe_await(self.compute_reward(result, sample))
+        if not isinstance(result, RewardResult):
+            raise MalformedResultError(
+                f"the rollout returned {result!r:.80}, not the answer (a text) or a RewardResult"
+            )
+        return result
 
     @property
     def _needs_answer(self) -> bool:
