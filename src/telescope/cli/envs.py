@@ -142,8 +142,13 @@ def run_describe(arguments: argparse.Namespace) -> int:
 
 def run_try(arguments: argparse.Namespace) -> int:
     """Rolls out items and prints their messages. Returns the exit status."""
-    environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
-    len(environment)  # loads the dataset, so that its errors come before a server is started
+    try:
+        environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
+        len(environment)  # loads the dataset, so that its errors come before a server is started
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"Loading {arguments.name} and its dataset failed: {describe_error(error)}.") from error
     has_no_answers = not (arguments.url or arguments.model or arguments.answer)
     if has_no_answers and arguments.item is None and (golds := _golds(environment, max(arguments.items, NUM_GOLDS))):
         Console(highlight=False).print(golds)

@@ -193,6 +193,9 @@ class Dataset(ABC):
                 raise UserError(f"load_dataset of {self.name!r} returned no samples and did not set self._samples.")
         if self._named_samples is not self._samples:
             for sample in self._samples:
+                if not hasattr(sample, "metadata"):
+                    fix = "Return Sample(prompt=..., answer=...)."
+                    raise UserError(f"load_dataset of {self.name!r} returned {sample!r:.80}, which is no Sample. {fix}")
                 sample.metadata = {**sample.metadata, ENV_NAME_KEY: self._environment_name()}
             self._named_samples = self._samples
         return self._samples

@@ -164,6 +164,21 @@ def test_a_malformed_reward_is_a_message(capsys, tmp_path):
     assert code == 2 and "own, item 0: compute_reward returned float 1.0, not a RewardResult." in err
 
 
+@pytest.mark.parametrize(("body", "message"), [
+    ('return [{"prompt": "x"}]', "load_dataset of 'own' returned {'prompt': 'x'}, which is no Sample. Return Sample("),
+    ("return [1 / 0]", "Loading own and its dataset failed: ZeroDivisionError: division by zero at "),
+])  # fmt: skip
+def test_a_dataset_that_cannot_be_loaded_is_a_message(capsys, tmp_path, body, message):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "environment.py").write_text(
+        "from telescope.environments import SingleTurnEnvironment\n\n"
+        f"class Own(SingleTurnEnvironment):\n    def load_dataset(self, num_samples=-1):\n        {body}\n"
+        "    def compute_reward(self, completion, sample, eos_token=''): ...\n"
+    )
+    code, _, err = run(capsys, "try", "own", "--path", str(tmp_path), "--answer", "x")
+    assert code == 2 and message in err and "Traceback" not in err
+
+
 def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(capsys, tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "environment.py").write_text(OWN_TOOLS)
