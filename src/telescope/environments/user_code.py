@@ -87,6 +87,7 @@ def deadline(seconds: float) -> Iterator[None]:
         def __init__(self) -> None:
             super().__init__(seconds)
 
+    Passed.__name__ = DeadlinePassed.__name__  # in error messages and in the record
     thread, raise_in = threading.get_ident(), ctypes.pythonapi.PyThreadState_SetAsyncExc
     is_over, lock = threading.Event(), threading.Lock()
 

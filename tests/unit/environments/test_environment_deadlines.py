@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from telescope.environments.user_code import DeadlinePassed, deadline, within
+from telescope.environments.user_code import DeadlinePassed, deadline, describe_error, within
 
 
 def spin():
@@ -25,9 +25,10 @@ def test_code_that_catches_every_exception_is_interrupted_again():
                 caught.append(error)
         raise caught[-1]
 
-    with pytest.raises(DeadlinePassed), deadline(0.05):
+    with pytest.raises(DeadlinePassed) as raised, deadline(0.05):
         resist()
     assert len(caught) == 2
+    assert describe_error(raised.value).startswith("DeadlinePassed: did not end within 0.05 seconds")
 
 
 def test_nothing_is_left_behind():
