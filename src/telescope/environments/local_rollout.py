@@ -33,7 +33,12 @@ from telescope.environments.base import (
 from telescope.environments.context import Answer as AgentAnswer
 from telescope.environments.context import Call, RolloutContext
 from telescope.environments.parsers import answer_text, strip_think_tags
-from telescope.environments.serialization import check_verdict, serialize_messages, serialize_score
+from telescope.environments.serialization import (
+    MalformedResultError,
+    check_verdict,
+    serialize_messages,
+    serialize_score,
+)
 from telescope.environments.user_code import settled, take_steps
 from telescope.errors import RunError, UserError
 
@@ -106,7 +111,7 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
         done, reason = check_verdict((yield from settled(environment.is_done(state))))
         if done:
             return Reply(True, reason)
-    response = environment.env_response(conversation(state), state)
+    response = environment.env_response([dict(message) for message in conversation(state)], state)
     if not isinstance(response, list):
         response = yield from settled(response)
     added = serialize_messages(response, "env_response")
@@ -115,7 +120,10 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
         return Reply(True, reason)
     if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
         return Reply(True, "truncated")
+    before = conversation(state)
     following = yield from settled(environment.get_next_prompt_messages(state, added))
+    if added[: len(before)] == before and following == [*before, *added]:
+        raise MalformedResultError("env_response returned the whole conversation: return only the new messages")
     return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
 

@@ -54,6 +54,27 @@ async def test_eval_metrics_are_the_rewards_for_sync_and_async_code():
         assert result.metrics == {"reward": 1.0, "turns": 1}
 
 
+def test_a_response_that_repeats_the_conversation_is_refused():
+    class Whole(Guess):
+        def env_response(self, messages, state):
+            messages.append({"role": "user", "content": "Wrong."})
+            return messages
+
+    with pytest.raises(TypeError, match="env_response returned the whole conversation: return only the new messages"):
+        played(Whole(), "3", "5")
+
+
+def test_messages_that_a_response_changes_are_copies():
+    class Changing(Guess):
+        def env_response(self, messages, state):
+            for message in messages:
+                message["content"] = "changed"
+            return [{"role": "user", "content": "Wrong."}]
+
+    step = played(Changing(), "3", "5").trajectory[-1]
+    assert [message["content"] for message in [*step.prompt, *step.completion]] == ["Guess.", "3", "Wrong.", "5"]
+
+
 def test_states_of_two_rollouts_are_separate():
     environment = Guess()
     first, second = (environment.create_initial_state(environment.get_sample(0)) for _ in range(2))
