@@ -13,10 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -187,14 +188,17 @@ class Dataset(ABC):
     def _loaded(self) -> list[Sample]:
         if self._samples is None:
             returned = self.load_dataset(**(self._load_arguments or {}))
+            if inspect.iscoroutine(returned):
+                returned.close()
+                raise UserError(f"load_dataset of {self.name!r} is async: write `def load_dataset`.")
             if returned is not None:
                 self._samples = list(returned)
             if self._samples is None:
                 raise UserError(f"load_dataset of {self.name!r} returned no samples and did not set self._samples.")
         if self._named_samples is not self._samples:
             for sample in self._samples:
-                if not hasattr(sample, "metadata"):
-                    fix = "Return Sample(prompt=..., answer=...)."
+                if not isinstance(getattr(sample, "metadata", None), Mapping):
+                    fix = "Return Sample(prompt=..., answer=...), with a dict as metadata if there is any."
                     raise UserError(f"load_dataset of {self.name!r} returned {sample!r:.80}, which is no Sample. {fix}")
                 sample.metadata = {**sample.metadata, ENV_NAME_KEY: self._environment_name()}
             self._named_samples = self._samples
@@ -295,7 +299,7 @@ class Environment(Dataset):
         elif isinstance(self, SingleTurnEnvironment):
             messages = self.build_messages(sample.prompt)
         prompt = "\n\n".join(str(message.get("content") or "") for message in messages)
-        return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: sample.answer} if sample.answer else {})
+        return {"empty answer": "", "prompt echoed": prompt} | ({GOLD: str(sample.answer)} if sample.answer else {})
 
     async def check_resources(self) -> None:
         """Checks the resources. Awaited once before a run, in its own process. Raises `UserError` if one is missing."""

@@ -20,15 +20,27 @@ def report_golds(name: str, dataset: Any) -> str | None:
     `dataset` is an environment or an eval. Raises `UserError` if no completion can equal most of the golds.
     """
     environment = wrapped_environment(dataset)
+    if environment is None:
+        return None
+    count, deadline = len(dataset), time.monotonic() + MAX_SECONDS
+    samples = {
+        i: dataset.get_sample(i) for i in sorted({i * (count - 1) // (MAX_CHECKED - 1) for i in range(MAX_CHECKED)})
+    }
+    odd = [(i, sample.answer) for i, sample in samples.items() if not isinstance(sample.answer, str | None)]
+    if odd:
+        index, answer = odd[0]
+        return (
+            f"{name}: the answer of item {index} is {answer!r:.80}, of type {type(answer).__name__}. It never equals a "
+            "completion, which is a text. Write Sample(prompt, str(answer)), unless the reward converts it."
+        )
     # A class that replaces the reward, or an eval with its own metrics, may read other answers.
-    if environment is None or not issubclass(_owner(environment, "check_gold"), _owner(environment, "compute_reward")):
+    if not issubclass(_owner(environment, "check_gold"), _owner(environment, "compute_reward")):
         return None
     if dataset is not environment and _owner(dataset, "compute_eval_metrics").__module__ != "telescope.evals.base":
         return None
-    count, deadline = len(dataset), time.monotonic() + MAX_SECONDS
     checked, failures = 0, []
-    for index in sorted({round(i * (count - 1) / (MAX_CHECKED - 1)) for i in range(MAX_CHECKED)}):
-        check = environment.check_gold(sample := dataset.get_sample(index))
+    for index, sample in samples.items():
+        check = environment.check_gold(sample)
         if check is None:
             return None
         checked += 1

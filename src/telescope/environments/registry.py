@@ -391,6 +391,14 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
+    given = ("state",) if environment.is_multi_turn else ("completion", "sample")
+    try:
+        inspect.signature(environment.compute_reward).bind(*given, eos_token="")  # type: ignore[attr-defined]
+    except TypeError as error:
+        form = ", ".join(("self", *given, 'eos_token=""'))
+        raise UserError(
+            f"compute_reward of the environment {name!r} has {error}. Write `def compute_reward({form})`."
+        ) from None
     if isinstance(environment.judge, dict):  # the constructor has not converted it
         from telescope.environments.judge import Judge
 

@@ -15,7 +15,7 @@ import numpy as np
 from telescope.environments.base import GOLD, Environment
 from telescope.environments.local_rollout import ChatServer
 from telescope.environments.types import EnvironmentSpec
-from telescope.errors import InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
@@ -137,6 +137,8 @@ class Checks:
             references = [await self._reference(item) for item in items]
             others = await asyncio.gather(*map(self._others, items, references))
             return [trial for trials in (*references, *others) for trial in trials]
+        except EnvironmentFailure as error:  # of a prompt
+            raise UserError(str(error)) from error
         finally:
             await self._environments.close()
 
@@ -144,7 +146,8 @@ class Checks:
         """Returns the trial of the reference solution, or of the first form that is right. Empty without an answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
-        forms = [[form.replace("{}", sample.answer)] for form in self._forms if sample.answer or "{}" not in form]
+        answer = str(sample.answer or "")
+        forms = [[form.replace("{}", answer)] for form in self._forms if answer or "{}" not in form]
         tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
         return ([trial for trial in tried if not trial.problem] or tried)[:1]
 

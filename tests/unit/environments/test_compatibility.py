@@ -321,6 +321,25 @@ def test_load_dataset_returns_the_samples_or_sets_them_or_both(returns, sets):
             len(environment)
 
 
+@pytest.mark.parametrize("item", [{"prompt": "a"}, ("a", "b"), Sample("a", "b", None)])
+def test_an_item_that_is_no_sample_is_shown(item):
+    class Loaded(Question):
+        def load_dataset(self, num_samples=-1):
+            return [Sample("a"), item]
+
+    with pytest.raises(UserError, match=r"load_dataset of 'x' returned .*'a'.*, which is no Sample\. Return Sample\("):
+        len(make_environment(Loaded, "x", {}))
+
+
+def test_an_async_load_dataset_is_refused():
+    class Loaded(Question):
+        async def load_dataset(self, num_samples=-1):
+            return [Sample("a")]
+
+    with pytest.raises(UserError, match="load_dataset of 'x' is async: write `def load_dataset`"):
+        len(make_environment(Loaded, "x", {}))
+
+
 class Template:
     """Stands in for a tokenizer, and writes messages as `[role]content`."""
 

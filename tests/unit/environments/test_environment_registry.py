@@ -60,6 +60,13 @@ def test_a_direct_subclass_of_the_base_needs_a_reward(write):
         get_environment("no_reward", environments_path=[path])
 
 
+def test_a_reward_that_does_not_take_its_arguments_is_refused_with_the_form(write):
+    path = write("short_reward", BASE_ALONE.replace(', eos_token=""', ""))
+    form = r'Write `def compute_reward\(self, completion, sample, eos_token=""\)`'
+    with pytest.raises(UserError, match=rf"'short_reward' has got an unexpected keyword argument 'eos_token'. {form}"):
+        get_environment("short_reward", environments_path=[path])
+
+
 def test_files_of_a_folder_import_each_other_relatively(write):
     write("with_helper", "ANSWER = 'from the helper'", file="helper.py")
     path = write("with_helper", "from .helper import ANSWER\n" + textwrap.dedent(PLAIN.format(name="P")))

@@ -64,6 +64,14 @@ def test_the_share_of_bad_golds_decides_between_silence_a_report_and_a_refusal()
             report_golds("choice", dataset)
 
 
+def test_an_answer_that_is_no_text_is_reported():
+    class Numbers(Letters):
+        def load_dataset(self, num_samples: int = -1) -> list[Sample]:
+            return [Sample("?"), Sample("?", answer=None), Sample("?", answer=4)]  # type: ignore[arg-type]
+
+    assert report_golds("numbers", Numbers()).startswith("numbers: the answer of item 2 is 4, of type int. It never")
+
+
 @pytest.mark.parametrize(
     "dataset", [Silent(bad=1000), Letters(), wrapped(OwnMetrics, Choice(bad=1000)), wrapped(OwnMetrics, None)]
 )
