@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, answer_text
 from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
+from telescope.rollout.messages import parsed
 
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>")
 """Endings of a complete call."""
@@ -40,6 +41,8 @@ def parse_answer(text: str, *, opened: str, tools: Sequence[Mapping[str, Any]], 
         return ParsedAnswer("", _cleaned(text.lstrip().removeprefix(tag)), [])
     rest, reasoning, calls = split_answer(answer, dict(map(_parameters, tools)))
     calls = [call for call in calls if call.name] if tools else []
+    for call in calls:
+        call.arguments = call.arguments if call.error else parsed(call.arguments)
     last = calls[-1].raw_text.rstrip() if calls else ""
     if is_cut and calls and (calls[-1].error or (rest.rstrip().endswith(last) and not last.endswith(_CLOSED))):
         calls.pop()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,17 +38,22 @@ def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def parsed(arguments: Any) -> Any:
-    """Returns the JSON value in the arguments of a tool call. Text that is not JSON is returned as it is."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
-    except (ValueError, RecursionError):
-        return arguments
+    """Returns the JSON value in the arguments of a tool call, also if it is encoded twice.
+
+    Text that is not JSON is returned as it is. The result of a result is the result.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        while isinstance(arguments, str) and arguments:
+            arguments = json.loads(arguments)
+    return arguments or {}
 
 
 def text_of(content: Any) -> str:
     """Returns the text of content, which is a text, a list of parts or None. Raises `UserError` for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list | tuple):
+        raise UserError(f"the content of a message is {content!r:.80}: write a text, for example with json.dumps")
     texts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__

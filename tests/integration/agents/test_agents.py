@@ -77,6 +77,25 @@ async def test_calls_that_extend_each_other_are_one_sequence_without_a_fork(benc
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("written", "sent"), [("null", "{}"), (json.dumps('{"a": 1}'), '{"a": 1}'), ('"a"', '"a"')])
+async def test_arguments_in_another_encoding_do_not_fork_the_conversation(bench: Any, written: str, sent: str) -> None:
+    class Caller(Agent):
+        async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+            history: list[Any] = [{"role": "user", "content": sample.prompt}]
+            create = context.openai().chat.completions.create
+            message = (await create(model="policy", messages=history, tools=[ADD])).choices[0].message
+            assert [call.function.arguments for call in message.tool_calls] == [sent]
+            history += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}]
+            await create(model="policy", messages=history, tools=[ADD])
+            return RewardResult(1.0)
+
+    made = await bench(Caller, [f'<tool_call>{{"name": "add", "arguments": {written}}}</tool_call>', "4"])
+    sample = await made.run()
+    assert [(turn.parent, turn.divergence) for turn in sample.turns] == [(None, None), (0, None)]
+    assert sample.reward.sample_metrics["agent/tools_outside_template"] == 2, "this template shows no tools"
+    sampled_once(sample, made.policy)
+
+
 class Branches(Agent):
     async def rollout(self, sample: Sample, context: Any) -> RewardResult:
         start = [{"role": "user", "content": sample.prompt}]

@@ -212,7 +212,7 @@ async def asks_no_judge(context: RolloutContext) -> str:
         (generates([]), "malformed: it has no messages"),
         *((generates(prompt), "give a list of messages such as") for prompt in ("Hi", ["Hi"], {"role": "user"}, None)),
         (generates([{"content": "Hi"}]), "has the role None"), (generates([{"role": "robot"}]), "has the role 'robot'"),
-        (generates([{"role": "user", "content": b"Hi"}]), "a part of type 'int'"),
+        (generates([{"role": "user", "content": b"Hi"}]), "the content of a message is b'Hi'"),
         (generates([{"role": "user", "content": 5}]), "malformed"),
         (generates([{"role": "user", "content": "\ud800"}]), "malformed"),
         (generates([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]), "KeyError: 'function'"),
