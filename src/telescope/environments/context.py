@@ -62,7 +62,7 @@ class Answer:
     """A completion of the policy. `raw_text` is the whole sampled text without the end token."""
 
     text: str
-    """Without reasoning and tool calls."""
+    """Without reasoning, tool calls and the stop text."""
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     finish_reason: str = "stop"
@@ -73,6 +73,8 @@ class Answer:
     raw_text: str = ""
     id: str = ""
     """Unique in the rollout. Ids of its tool calls contain it."""
+    stop_text: str | None = None
+    """The text of the call's `stop` that ended it."""
 
     @property
     def message(self) -> ChatMessage:

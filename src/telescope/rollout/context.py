@@ -12,7 +12,7 @@ import importlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from telescope.environments.context import Answer, Call, RefusedCall, RolloutCon
 from telescope.environments.judge import COMPLETE
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import finite_number, serialize_score
+from telescope.environments.tool_template import tool_template
 from telescope.environments.types import RewardRecord
 from telescope.environments.user_code import DeadlinePassed, contain_exits, error_text, within, without_exit
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
@@ -147,6 +148,8 @@ class AgentRollout:
         except Exception as error:  # in messages, tools, token ids or sampling, or raised by the chat template
             why = str(error) if isinstance(error, UserError | Refusal) else error_text(error)
             raise UserError(f"This call of the policy is malformed: {why}") from error
+        if call.tools and tool_template(self._renderer.tokenizer) is None:
+            self._counts["agent/tools_outside_template"] += 1
         for name, value in call.sampling.items():
             if name not in KNOWN_SAMPLING and value != getattr(settings, name, None):
                 self._counts[f"agent/replaced_{name}"] += 1
@@ -169,19 +172,22 @@ class AgentRollout:
             raise
         finally:
             self._callers.discard(caller)
-        return self._answer(call, prompt, index)
+        return self._answer(call, prompt, index, sampling.get("stop") or ())
 
-    def _answer(self, call: Call, prompt: Prompt, index: int) -> Answer:
+    def _answer(self, call: Call, prompt: Prompt, index: int, stops: Sequence[str]) -> Answer:
         """Parses the completion of a turn, and records it for later calls."""
         turn = self._rollout.trajectory.turns[index]
         generation = turn.generation
         ended = generation.finish_reason == "stop"
         ids = generation.token_ids_N.tolist()
         raw = self._renderer.decode(ids, cut_end_token=ended)
-        text, reasoning, calls = parse_answer(raw, opened=prompt.dialogue.opened, tools=call.tools, is_cut=not ended)
+        found = [(raw.index(stop), stop) for stop in stops if ended and stop in raw]
+        end, stop_text = min(found, default=(len(raw), None))
+        opened = prompt.dialogue.opened
+        text, reasoning, calls = parse_answer(raw[:end], opened=opened, tools=call.tools, is_cut=not ended)
         answer = Answer(
             text, reasoning, calls, "tool_calls" if calls and ended else generation.finish_reason, ids,
-            generation.logprobs_N.tolist(), len(prompt.token_ids), raw, str(index),
+            generation.logprobs_N.tolist(), len(prompt.token_ids), raw, str(index), stop_text,
         )  # fmt: skip
         turn.text = raw
         turn.tool_calls = [

@@ -18,7 +18,8 @@ from telescope.rollout.messages import message_of, parsed, text_of, tool_call
 
 Body = dict[str, Any]
 
-PASSED_ON = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "tool_choice")
+PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
+             "repetition_penalty", "tool_choice", "chat_template_kwargs")  # fmt: skip
 """Parameters that are accepted, ignored and counted: the run's are used, and a tool call cannot be forced."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
 UNREADABLE = "unreadable_arguments"
@@ -90,7 +91,8 @@ class ChatCompletions:
         """Returns the call in a request. Raises `Refusal`."""
         _accept_only(
             body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
-            audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,),
+            audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,), structured_outputs=(),
+            guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(), continue_final_message=(False,),
         )  # fmt: skip
         sampling = sampling_of(body, "max_completion_tokens", "max_tokens")
         tools = _tools_of(body, inside="function")
@@ -302,10 +304,12 @@ class Messages:
             given = parsed(tool["function"]["arguments"])
             given = given if isinstance(given, dict) else {UNREADABLE: given}
             content.append({"type": "tool_use", "id": tool["id"], "name": tool["function"]["name"], "input": given})
-        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(answer.finish_reason, "end_turn")
+        ended = "stop_sequence" if answer.stop_text else "end_turn"
+        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(answer.finish_reason, ended)
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.token_ids)}
         response = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": body["model"]}
-        return {**response, "content": content, "stop_reason": reason, "stop_sequence": None, "usage": usage}
+        stopped = {"stop_reason": reason, "stop_sequence": answer.stop_text if reason == "stop_sequence" else None}
+        return {**response, "content": content, **stopped, "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
         """Yields the response as stream events."""

@@ -65,6 +65,43 @@ class Messages(Agent):
             messages.append({"role": "user", "content": content})
 
 
+async def stops_over_chat(context: Any, history: list[Any]) -> tuple[str, Any]:
+    response = await context.openai().chat.completions.create(model="policy", messages=history, stop="\nObservation:")
+    return response.choices[0].message.content, response.choices[0].finish_reason
+
+
+async def stops_over_messages(context: Any, history: list[Any]) -> tuple[str, Any]:
+    message = await context.anthropic().messages.create(
+        model="policy", max_tokens=99, messages=history, stop_sequences=["no", "\nObservation:"]
+    )
+    return message.content[0].text, (message.stop_reason, message.stop_sequence)
+
+
+async def stops_in_generate(context: Any, history: list[Any]) -> tuple[str, Any]:
+    answer = await context.generate(history, sampling={"stop": ["\nObservation:"]})
+    return answer.text, (answer.finish_reason, answer.stop_text)
+
+
+@pytest.mark.parametrize(("ask", "ends"), [
+    (stops_over_chat, ["stop", "stop"]), (stops_in_generate, [("stop", "\nObservation:"), ("stop", None)]),
+    (stops_over_messages, [("stop_sequence", "\nObservation:"), ("end_turn", None)]),
+])  # fmt: skip
+async def test_a_stop_text_is_trained_but_not_part_of_the_answer(bench: Any, ask: Any, ends: list[Any]) -> None:
+    class Stopping(Agent):
+        async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+            first, reason = await ask(context, [QUESTION])
+            following = [{"role": "assistant", "content": first}, {"role": "user", "content": "Observation: 4"}]
+            second, last_reason = await ask(context, [QUESTION, *following])
+            assert ([first, second], [reason, last_reason]) == (["Action: add", "It is 4."], ends)
+            return RewardResult(1.0)
+
+    made = await bench(Stopping, ["Action: add\nObservation:", "It is 4."])
+    sample = await made.run()
+    assert sample.failure_message is None
+    assert [(turn.text, turn.parent) for turn in sample.turns] == [("Action: add\nObservation:", None), ("It is 4.", 0)]
+    sampled_once(sample, made.policy)
+
+
 class Framework(Agent):
     async def rollout(self, sample: Sample, context: Any) -> RewardResult:
         import smolagents

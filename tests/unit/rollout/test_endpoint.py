@@ -285,6 +285,8 @@ REFUSED = {
     "n": ("chat/completions", {"n": 4}, "'n' does not support 4"),
     "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
     "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
+    "form": ("chat/completions", {"guided_json": {"type": "object"}}, "'guided_json'"),
+    "prefix": ("chat/completions", {"continue_final_message": True}, "'continue_final_message'"),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
@@ -317,14 +319,14 @@ async def test_what_would_change_the_answer_is_refused(policy, name):
 
 
 async def test_harmless_fields_are_accepted(policy):
-    extra = {"n": 1, "seed": 3, "temperature": 0.2, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
-    extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+    ignored = {"seed": 3, "temperature": 0.2, "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": True}}
+    extra = {"n": 1, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
+    extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, **ignored}
     tool = {"type": "function", "function": {"name": "weather"}}
     for choice in ("auto", "none", "required"):
         body = {"messages": [USER], "tools": [tool], "tool_choice": choice, **extra}
         assert (await policy.post(body=body))[0] == 200
     assert [call.tools for call in policy.calls] == [[tool], [], [tool]]
-    ignored = {"seed": 3, "temperature": 0.2}
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
 
 
