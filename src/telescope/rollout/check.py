@@ -7,6 +7,7 @@ environment without a known solution is tried with the sample's answer in the fo
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,16 @@ class Trial:
         )
 
 
+async def _exit_if_blocked(seconds: float) -> None:
+    """Prints all stacks and exits when a rollout blocks the event loop for `seconds`, which no deadline ends."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+            await asyncio.sleep(1.0)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 class Checks:
     """The trials of one environment. Starts nothing before `run`."""
 
@@ -131,6 +142,7 @@ class Checks:
     async def run(self, items: Sequence[int]) -> list[Trial]:
         """Runs the reference solution and the cheats of these items, and the model if there is a server."""
         self._environments = LoadedEnvironments(self._runner, timeout_seconds=self._timeout_seconds)
+        watching = asyncio.create_task(_exit_if_blocked(self._timeout_seconds))
         try:
             await self._environments.start()
             # References run first, one at a time, because a grader may have a deadline.
@@ -140,6 +152,7 @@ class Checks:
         except EnvironmentFailure as error:  # of a prompt
             raise UserError(str(error)) from error
         finally:
+            watching.cancel()
             await self._environments.close()
 
     async def _reference(self, item: int) -> list[Trial]:

@@ -1,6 +1,8 @@
 """`telescope envs check`: reference solutions earn the full reward, cheats earn nothing, forks show their cause."""
 
 import json
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -230,3 +232,24 @@ def test_a_judge_is_compared_with_labels(capsys, tmp_path):
     (tmp_path / "labels.jsonl").write_text('{"answer": "4"}')
     assert "Write lines of the form" in run(lambda prompt: 10)[2]
     assert check(capsys, "wordle", "--labels", Path(tmp_path / "labels.jsonl"))[0] == 2
+
+
+def test_a_rollout_that_blocks_the_event_loop_ends_the_check_with_its_line(tmp_path):
+    rollout = "    async def rollout(self, sample, context):\n        __import__('time').sleep(600)\n"
+    write(tmp_path, BODY + rollout)
+    program = (
+        "import asyncio, sys; from telescope.cli.envs_check import _renderer; "
+        "from telescope.environments.types import EnvironmentSpec; from telescope.rollout.check import Checks; "
+        "asyncio.run(Checks(EnvironmentSpec('own', {}), _renderer(None), sys.argv[1:], timeout_seconds=1.0).run([0]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert 'own/environment.py", line 9 in rollout' in ended.stderr
+
+
+def test_a_prompt_that_cannot_be_rendered_ends_the_check_with_its_item(capsys, tmp_path):
+    source = LENIENT.replace(
+        """return [Sample("What is 2 + 2?", "4")]""", """return [Sample("a", "4"), Sample(None, "4")]"""
+    )
+    code, _, error = check(capsys, "own", *write(tmp_path, source))
+    assert (code, "telescope: environment 'own', item 1: preparing the prompt failed" in error) == (2, True)
