@@ -116,11 +116,6 @@ class Eval(Dataset):
         text: str = call_with_declared(self._format().format_prompt, question, tokenizer, **options)
         return text
 
-    async def prepare_resources(self) -> None:
-        """Prepares resources. Awaited once per process before the first completion is scored."""
-        if self.env is not None:
-            await self.env.prepare_resources()
-
     def _environment_name(self) -> str:
         return self.name if self.env is None else self.env.name
 

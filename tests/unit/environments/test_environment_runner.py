@@ -2,9 +2,10 @@
 
 import pytest
 
-from telescope.environments.base import RewardResult, SingleTurnEnvironment
+from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.evals import Eval
 from telescope.rollout.environment_runner import EnvironmentRunner
 
 
@@ -34,3 +35,22 @@ def test_a_dataset_that_the_network_does_not_reach_is_an_error_with_the_fix():
     spec = EnvironmentSpec("broken", {"error": ConnectionError("no hub")}, factory=f"{__name__}:make")
     with pytest.raises(UserError, match=r"ConnectionError: no hub.* Connect this machine, or download the dataset"):
         EnvironmentRunner([spec], None, []).describe(0)
+
+
+class Alone(Eval):
+    def load_dataset(self, num_samples=-1):
+        return [Sample("?")]
+
+    def compute_eval_metrics(self, completion, sample, eos_token=""):
+        return EvalMetricsResult({"length": len(completion)})
+
+
+def make_eval(name, *, environments_path):
+    return Alone()
+
+
+async def test_an_eval_without_an_environment_has_no_resources():
+    runner = EnvironmentRunner([EnvironmentSpec("alone", {}, factory=f"{__name__}:make_eval")], None, [])
+    assert not runner.describe(0).shares_resources, "it may run in every process of a host"
+    await runner.resources[0].ready()
+    await runner.close()
