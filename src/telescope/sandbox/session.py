@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from telescope.errors import UserError
 from telescope.sandbox.base import ENDPOINT_PORT, ExecResult
 from telescope.sandbox.errors import SandboxSetupError
 from telescope.sandbox.pool import GenericSandboxPool, SandboxHandle
@@ -28,7 +29,9 @@ class Sandbox:
         Endpoint URLs in them are replaced by the URL inside the sandbox. Raises `SandboxCommandTimeoutError` after
         `timeout` seconds.
         """
-        variables = {name: self._inside(value) for name, value in (env or {}).items()}
+        if not isinstance(command, str):
+            raise UserError(f"run got {command!r:.80}: give the text of a shell command (shlex.join)")
+        variables = {name: self._inside(str(value)) for name, value in (env or {}).items()}
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
         return await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
 

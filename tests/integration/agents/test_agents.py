@@ -11,7 +11,7 @@ from tests.integration.agents.conftest import Agent
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import Chat
-from telescope.errors import InfrastructureError
+from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.sample_rows import tool_call_rows
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
@@ -264,9 +264,13 @@ class InSandbox(Agent):
         answer = await context.generate([{"role": "user", "content": sample.prompt}])
         sandbox = await context.sandbox()
         await sandbox.write("/tmp/answer", answer.text)
-        result = await sandbox.run("echo $OPENAI_BASE_URL; cat /tmp/answer", env=context.env())
-        url, said = result.stdout.split()
-        return RewardResult(float(said == sample.answer), sample_tags={"url": url, "id": sandbox.handle.id})
+        with pytest.raises(UserError, match="run got \\['cat', 'a'\\]: give the text of a shell command"):
+            await sandbox.run(["cat", "a"])
+        result = await sandbox.run("echo $OPENAI_BASE_URL $ROUNDS; cat /tmp/answer", env=context.env() | {"ROUNDS": 2})
+        url, rounds, said = result.stdout.split()
+        return RewardResult(
+            float((said, rounds) == (sample.answer, "2")), sample_tags={"url": url, "id": sandbox.handle.id}
+        )
 
 
 @pytest.mark.sandbox
