@@ -391,14 +391,8 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
-    given = ("state",) if environment.is_multi_turn else ("completion", "sample")
-    try:
-        inspect.signature(environment.compute_reward).bind(*given, eos_token="")  # type: ignore[attr-defined]
-    except TypeError as error:
-        form = ", ".join(("self", *given, 'eos_token=""'))
-        raise UserError(
-            f"compute_reward of the environment {name!r} has {error}. Write `def compute_reward({form})`."
-        ) from None
+    refuse_other_parameters(environment, name, "compute_reward", environment.is_multi_turn)
+    refuse_other_parameters(environment, name, "compute_eval_metrics", environment.is_multi_turn)
     if isinstance(environment.judge, dict):  # the constructor has not converted it
         from telescope.environments.judge import Judge
 
@@ -410,6 +404,16 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
             "load_dataset names them."
         )
     return environment
+
+
+def refuse_other_parameters(owner: Any, name: str, method: str, of_state: bool) -> None:
+    """Raises `UserError` if a scoring method does not take what it will be given."""
+    given = ("state",) if of_state else ("completion", "sample")
+    try:
+        inspect.signature(getattr(owner, method)).bind(*given, eos_token="")
+    except TypeError as error:
+        form = ", ".join(("self", *given, 'eos_token=""'))
+        raise UserError(f"{method} of {name!r} has {error}. Write `def {method}({form})`.") from None
 
 
 def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:

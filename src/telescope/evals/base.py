@@ -24,7 +24,14 @@ from telescope.environments.base import (
     Sample,
     SingleTurnEnvironment,
 )
-from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
+from telescope.environments.registry import (
+    ENVIRONMENTS,
+    Discovery,
+    Source,
+    environment_class,
+    make_environment,
+    refuse_other_parameters,
+)
 from telescope.environments.types import EnvironmentSpec
 from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
@@ -224,4 +231,6 @@ def _make_eval(
         evaluation.metrics_ranges = evaluation.metrics_ranges or environment.metrics_ranges
         evaluation.tags_options = evaluation.tags_options or environment.tags_options
         evaluation.keeps_eos_token = evaluation.keeps_eos_token or environment.keeps_eos_token
+    method = "compute_rollout_metrics" if evaluation.is_multi_turn else "compute_eval_metrics"
+    refuse_other_parameters(evaluation, name, method, evaluation.is_multi_turn)
     return evaluation

@@ -62,9 +62,15 @@ def test_a_direct_subclass_of_the_base_needs_a_reward(write):
 
 def test_a_reward_that_does_not_take_its_arguments_is_refused_with_the_form(write):
     path = write("short_reward", BASE_ALONE.replace(', eos_token=""', ""))
-    form = r'Write `def compute_reward\(self, completion, sample, eos_token=""\)`'
-    with pytest.raises(UserError, match=rf"'short_reward' has got an unexpected keyword argument 'eos_token'. {form}"):
+    form = r'Write `def compute_\w+\(self, completion, sample, eos_token=""\)`'
+    with pytest.raises(
+        UserError, match=rf"compute_reward of 'short_reward' has got an unexpected keyword argument 'eos_token'. {form}"
+    ):
         get_environment("short_reward", environments_path=[path])
+    metrics = "from telescope.evals import Eval\nclass E(Eval):\n    def compute_eval_metrics(self, completion): ...\n"
+    path = write("short_metrics", metrics, file="eval.py")
+    with pytest.raises(UserError, match=rf"compute_eval_metrics of 'short_metrics' has too many positional.* {form}"):
+        get_eval("short_metrics", environments_path=[path])
 
 
 def test_files_of_a_folder_import_each_other_relatively(write):
