@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -211,7 +212,8 @@ def _fitting(text: str, schema: Mapping[str, Any]) -> str:
     import jsonschema
 
     text = strip_think_tags(answer_text(text))
-    found = text[text.find("{") : text.rfind("}") + 1]
+    start = re.search(r'\{\s*["}]', text)  # not a brace of LaTeX
+    found = text[start.start() : text.rfind("}") + 1] if start else ""
     value = json.loads(found)
     for error in jsonschema.Draft202012Validator(schema).iter_errors(value):
         raise ValueError(error.message[:200])

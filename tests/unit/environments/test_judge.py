@@ -134,7 +134,7 @@ async def test_the_server_says_when_to_ask_again():
 
 
 async def test_an_answer_that_does_not_fit_is_asked_for_again(usage):
-    answers = iter(["no JSON", '{"n": "one"}', '<think>{"n": 3}</think>```json\n{"n": 7}\n```'])
+    answers = iter(["no JSON", '{"n": "one"}', '<think>{"n": 3}</think>$\\frac{1}{2}$:\n```json\n{"n": 7}\n```'])
     async with judging(lambda _: next(answers)) as (judge, requests):
         assert await judge.ask("How many?", SCHEMA) == {"n": 7}
     assert usage["judge/failures"] == 2
