@@ -67,7 +67,7 @@ def test_a_dataset_of_which_most_answers_cannot_be_equaled_is_refused(make: Any,
     rows = [{"problem": f"{n}?", "answer": solution if n % 3 else "72"} for n in range(30)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     expected = (
-        r"Hendrycks_math: no completion can equal the answer of 20 of the 30 items .* item 1, 'She sold .* \(it is a "
+        r"hendrycks_math: no completion can equal the answer of 20 of the 30 items .* item 1, 'She sold .* \(it is a "
         r"sentence, not a final answer\); item 2, .* Give final answers"
     )
     with pytest.raises(UserError, match=expected):
