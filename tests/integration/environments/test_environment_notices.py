@@ -51,7 +51,7 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
 
 @pytest.mark.parametrize("spec", [EnvironmentSpec("hendrycks_math", {}), eval_spec("math500", {})])
 def test_a_dataset_without_the_hub_is_an_error_of_its_own_kind(spec: EnvironmentSpec) -> None:
-    with pytest.raises(UnreachableError, match=f"{spec.name.capitalize()}: the dataset .* or set dataset: own"):
+    with pytest.raises(UnreachableError, match=f"{spec.name}: the dataset .* or set dataset: own"):
         try_environments([spec])
 
 
