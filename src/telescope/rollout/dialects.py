@@ -94,6 +94,8 @@ class ChatCompletions:
             audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,), structured_outputs=(),
             guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(), continue_final_message=(False,),
         )  # fmt: skip
+        if not isinstance(body.get("stream_options"), dict | None):
+            raise Refusal("Invalid type for 'stream_options': expected an object.", param="stream_options")
         sampling = sampling_of(body, "max_completion_tokens", "max_tokens")
         tools = _tools_of(body, inside="function")
         return Call(messages=[message_of(message) for message in body["messages"]], tools=tools, sampling=sampling)

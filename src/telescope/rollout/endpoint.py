@@ -30,6 +30,7 @@ import msgspec
 from aiohttp import web
 
 from telescope.environments.context import Answer, Call, RefusedCall
+from telescope.environments.user_code import error_text
 from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 
@@ -216,7 +217,11 @@ class Endpoint:
             name = unquote(path[1] or "") or headers.get("X-Session-Id", "")
             call = replace(call, chat="/".join(filter(None, (headers.get("x-parent-session-id"), name))))
             if counts:
-                return web.Response(body=_encode({"input_tokens": rollout.count(call)}), content_type=_JSON)
+                try:
+                    counted = rollout.count(call)
+                except Exception as error:  # of malformed messages or tools, or raised by the chat template
+                    raise Refusal(f"This call is malformed: {error_text(error)}") from error
+                return web.Response(body=_encode({"input_tokens": counted}), content_type=_JSON)
             pending = rollout.start(call, request, raw)
             is_stream = bool(body.get("stream"))
 

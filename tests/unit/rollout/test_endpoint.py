@@ -57,6 +57,8 @@ class Policy:
         return self.answer
 
     def count(self, call: Call) -> int:
+        if not call.messages:
+            raise IndexError("the template reads the first message")
         return 10 * len(call.messages)
 
     def openai(self, chat: str = "", **options: Any) -> openai.AsyncOpenAI:
@@ -291,6 +293,8 @@ REFUSED = {
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
     "no role": ("chat/completions", {"messages": [{"content": ""}]}, "has the role None"),
+    "stream": ("chat/completions", {"stream": True, "stream_options": 5}, "'stream_options'"),
+    "nothing to count": ("messages/count_tokens", {"messages": []}, "malformed: IndexError: the template"),
     "limit": ("chat/completions", {"max_tokens": 0}, "expected a positive integer"),
     "stop": ("chat/completions", {"stop": [""]}, "'stop'"),
     "background": ("responses", {"background": True}, "'background'"),
