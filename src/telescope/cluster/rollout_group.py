@@ -44,9 +44,10 @@ R = TypeVar("R")
 MAX_LOG_BYTES = 8 * 2**20
 NEWS_SECONDS = 1.0
 """How long a call waits for events of a worker. It is also the worker's heartbeat."""
-REPORT_SECONDS, MAX_REPORT_SECONDS = 0.01, 0.05
-"""Time between two reports of a worker, for each worker of the run, so that they do not occupy the driver; and at most,
-because request slots stay free for that time."""
+REPORT_SECONDS = 0.01
+"""Shortest time between two reports to the driver, whatever the number of workers, so that reports do not occupy it."""
+MAX_REPORT_SECONDS = 0.05
+"""Longest time that a report is held back, because a free request slot waits for it."""
 SAMPLES_PER_WORKER = 64
 """Samples in flight for which one worker suffices."""
 SILENCE_SECONDS = 10.0
@@ -316,7 +317,7 @@ class RolloutGroup:
 
     @property
     def report_interval(self) -> float:
-        """Returns the seconds between two reports of a worker."""
+        """Returns the shortest time between two reports of one worker, in seconds."""
         return min(REPORT_SECONDS * len(self.handles), MAX_REPORT_SECONDS)
 
     def make_actor(self, index: int) -> Any:

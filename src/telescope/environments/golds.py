@@ -26,13 +26,13 @@ def report_golds(name: str, dataset: Any) -> str | None:
     samples = {
         i: dataset.get_sample(i) for i in sorted({i * (count - 1) // (MAX_CHECKED - 1) for i in range(MAX_CHECKED)})
     }
-    odd = [(i, sample.answer) for i, sample in samples.items() if not isinstance(sample.answer, str | None)]
-    if odd:
-        index, answer = odd[0]
-        return (
-            f"{name}: the answer of item {index} is {answer!r:.80}, of type {type(answer).__name__}. It never equals a "
-            "completion, which is a text. Write Sample(prompt, str(answer)), unless the reward converts it."
-        )
+    for index, sample in samples.items():
+        if not isinstance(answer := sample.answer, str | None):
+            return (
+                f"{name}: the answer of item {index} is {answer!r:.80}, of type {type(answer).__name__}. It never "
+                "equals a completion, which is a text. Write Sample(prompt, str(answer)), unless the reward converts "
+                "it."
+            )
     # A class that replaces the reward, or an eval with its own metrics, may read other answers.
     if not issubclass(_owner(environment, "check_gold"), _owner(environment, "compute_reward")):
         return None

@@ -306,12 +306,12 @@ class Messages:
             given = parsed(tool["function"]["arguments"])
             given = given if isinstance(given, dict) else {UNREADABLE: given}
             content.append({"type": "tool_use", "id": tool["id"], "name": tool["function"]["name"], "input": given})
-        ended = "stop_sequence" if answer.stop_text else "end_turn"
-        reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(answer.finish_reason, ended)
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+        reason = reasons.get(answer.finish_reason, "stop_sequence" if answer.stop_text else "end_turn")
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.token_ids)}
         response = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": body["model"]}
-        stopped = {"stop_reason": reason, "stop_sequence": answer.stop_text if reason == "stop_sequence" else None}
-        return {**response, "content": content, **stopped, "usage": usage}
+        stop_text = answer.stop_text if reason == "stop_sequence" else None
+        return {**response, "content": content, "stop_reason": reason, "stop_sequence": stop_text, "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
         """Yields the response as stream events."""

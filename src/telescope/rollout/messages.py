@@ -40,7 +40,7 @@ def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 def parsed(arguments: Any) -> Any:
     """Returns the JSON value in the arguments of a tool call, also if it is encoded twice.
 
-    Text that is not JSON is returned as it is. The result of a result is the result.
+    Text that is not JSON is returned as it is. Parsing a result again does not change it.
     """
     with contextlib.suppress(ValueError, RecursionError):
         while isinstance(arguments, str) and arguments:
