@@ -43,7 +43,7 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	  model=models/tiny-countdown; heads=; where=; \
 	fi; \
 	echo "== the model: about a million parameters, made and warm-started here (kept in models/)"; \
-	$(PY) -m telescope.cli.main tiny-model --output $$model $$heads > /dev/null || exit; \
+	$(PY) -m telescope tiny-model --output $$model $$heads > /dev/null || exit; \
 	echo "== the run"; \
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
@@ -96,7 +96,7 @@ site:  ## build the documentation site into site/, with links checked
 	@NO_MKDOCS_2_WARNING=1 .cache/site/bin/mkdocs build -q --strict
 
 doctor: setup  ## what works on this machine, and what is missing
-	@$(PY) -m telescope.cli.main doctor
+	@$(PY) -m telescope doctor
 
 pin:  ## resolve requirements/*.txt anew
 	@scripts/pin_requirements.sh

@@ -31,7 +31,7 @@ DEMO = (
     "--ray_trainer_cpus_per_worker 4 --use_wandb false --ray_address local --inference_base_port {port}"
 )
 DEMO_OF_TWO = DEMO.replace("_num_workers 1", "_num_workers 2")
-RUN = f"{sys.executable} -m telescope.cli.main"
+RUN = f"{sys.executable} -m telescope"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 FIRST_FAILURE = f"{PYTEST} -x --tb=short"
 """Stops at the first failure: later tests need the same server, and the time might end before their report."""

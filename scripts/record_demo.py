@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--pack", action="store_true", help="train nothing")
     parser.add_argument("--only", choices=RECORDED, nargs="+", default=list(RECORDED))
     arguments = parser.parse_args()
-    telescope = [sys.executable, "-m", "telescope.cli.main"]
+    telescope = [sys.executable, "-m", "telescope"]
     if not arguments.pack:
         made = ["tiny-model", "--task", "mixed", "--warm-start-steps", "1000", "--output", str(MODEL)]
         for each in (made, ["tiny-model", "--output", AGENTS["model"]]):

@@ -80,7 +80,7 @@ class DashboardProcess:
 
     def start(self) -> None:
         """Starts the server, on the port that it had before. Returns when it answers."""
-        command = [sys.executable, "-m", "telescope.cli.main", "ui", "--port", str(self.port)]
+        command = [sys.executable, "-m", "telescope", "ui", "--port", str(self.port)]
         if "--host" not in self._arguments:
             command.append("--no-token")  # of other users of a test machine
         command += self._arguments

@@ -41,7 +41,7 @@ def test_a_run_on_three_nodes_goes_on_without_one_and_uses_it_again_when_it_has_
     tiny_model: Path, tmp_path: Path, nodes: Nodes
 ) -> None:
     checks = ["doctor", "--cluster", "--nodes=3", f"--address={nodes.ray_address}", f"--run-dir={tmp_path}"]
-    checked = subprocess.run([*nodes.within(0), sys.executable, "-m", "telescope.cli.main", *checks], timeout=300)
+    checked = subprocess.run([*nodes.within(0), sys.executable, "-m", "telescope", *checks], timeout=300)
     assert checked.returncode == 0
 
     flags = [f"--ray_address={nodes.ray_address}", *(f"--{name}={value}" for name, value in FIELDS.items())]

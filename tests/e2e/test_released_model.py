@@ -19,7 +19,7 @@ def test_engine_and_trainer_agree_on_a_released_model(tmp_path: Path) -> None:
         "model": released.smollm2(), "trainer_num_workers": 1, "prompts_batch_size_for_trainer": 2,
         "max_model_len": 192, "seq_len": 512, "learning_rate": 1e-5, "inference_base_port": 18660, "json": target,
     }  # fmt: skip
-    command = [sys.executable, "-m", "telescope.cli.main", "verify", *(f"--{name}={fields[name]}" for name in fields)]
+    command = [sys.executable, "-m", "telescope", "verify", *(f"--{name}={fields[name]}" for name in fields)]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1100)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "all 8 checks hold" in finished.stdout

@@ -214,7 +214,3 @@ def _print_error(error: UserError | RunError) -> None:
     problems = list(dict.fromkeys(map(plain, error.problems if isinstance(error, ConfigError) else [str(error)])))
     text = problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
     print("\n".join([f"telescope: {text}", *map(plain, getattr(error, "__notes__", ()))]), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    command()

@@ -57,7 +57,7 @@ async def test_a_trainer_without_temperature_fails_only_parity_and_the_first_ste
 @pytest.mark.slow
 def test_the_command_passes_all_checks_and_exits_with_0(tmp_path: Path) -> None:
     target = tmp_path / "verify.json"
-    command = [sys.executable, "-m", "telescope.cli.main", "verify", f"--json={target}", "--inference_base_port=18640"]
+    command = [sys.executable, "-m", "telescope", "verify", f"--json={target}", "--inference_base_port=18640"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "all 8 checks hold" in finished.stdout
