@@ -4,8 +4,10 @@ The system message shows the environment's form to the model; calls in every for
 
 - `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` (Hermes, Qwen), the object alone, with `parameters`
   (Llama 3.1), and `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>` (GLM)
-- `<function=add><parameter=a>1</parameter></function>` (Qwen3-Coder, Qwen3.5), `<function=add>{"a": 1}</function>`
-- a name in other markup with JSON behind it (gpt-oss, Mistral, DeepSeek, Kimi: `_NAMED_OPENINGS`)
+- `<function=add><parameter=a>1</parameter></function>` (Qwen3-Coder, Qwen3.5), `<function=add>{"a": 1}</function>`,
+  `<invoke name="add"><parameter name="a">1</parameter></invoke>` (MiniMax, DeepSeek 3.2)
+- a name in other markup with JSON behind it (gpt-oss, Mistral, DeepSeek, Kimi: `_NAMED_OPENINGS`), or what Gemma 4
+  writes in place of JSON, `<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`
 - `add(a=1, b="x")`, a Python call with literal arguments: anywhere in an answer with the form `function`, else only
   where an answer is nothing but calls (`[add(a=1)]`, Llama 3.2) or a marker announces them (`_MARKERS`)
 
@@ -43,23 +45,30 @@ MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
+_DSML = "\uff5cDSML\uff5c"
+_ELEMENTS = {
+    "<function=": "</function>", "<invoke name=": "</invoke>", f"<{_DSML}invoke name=": f"</{_DSML}invoke>",
+}  # fmt: skip
+"""Tags of calls whose arguments are elements."""
+_GEMMA_OPEN, _GEMMA_CLOSE = "<|tool_call>call:", "<tool_call|>"
 _NAME = r"[^<>\s\[\](){}\"']"
 _DEEPSEEK_CALL, _DEEPSEEK_NAME = r"<\uff5ctool\u2581call\u2581begin\uff5c>", r"<\uff5ctool\u2581sep\uff5c>"
 _NAMED_OPENINGS = (
     rf"<function=({_NAME}{{0,200}})>",
+    rf"<(?:{_DSML})?invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
+    rf"<\|tool_call>call:({_NAME}{{1,200}}+)",
     rf"to=functions\.({_NAME}{{1,200}}+)[^{{}}\[\]]{{0,100}}?<\|message\|>",
     rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
     rf"{_DEEPSEEK_CALL}(?:function{_DEEPSEEK_NAME})?({_NAME}{{1,200}}+)(?:{_DEEPSEEK_NAME}|\s*```json)",
     rf"<\|tool_call_begin\|>(?:functions\.)?({_NAME}{{1,200}}?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
 )
-"""Markup with the name of a tool, before its arguments as JSON; after the first also as `<parameter=...>` elements."""
+"""Markup with the name of a tool, before its arguments as JSON; after the first two as `<parameter ...>` elements."""
 _MARKERS = r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call\|>|<\|START_ACTION\|>"
 """Tokens that announce calls, which follow as JSON objects or in Python."""
 _TOKEN = re.compile(
     rf"(?P<opens>{'|'.join(map(re.escape, REASONING_TAGS))})"
     r"|(?P<closes></think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)"
-    rf"|(?P<tagged>{_XML_OPEN}(?!\s*{_FUNCTION_OPEN}))"
+    rf"|(?P<tagged>{_XML_OPEN}(?!\s*<function=))"
     rf"|(?P<named>{'|'.join(_NAMED_OPENINGS)})"
     rf"|(?P<marker>{_MARKERS})"
     r'|(?P<json>\{\s*"(?:name|tool_name|type|function|id|tool_call_id|arguments|parameters)"\s*:)'
@@ -72,20 +81,28 @@ _KEYS_OF_A_CALL = frozenset(
 _STRING_OR_BRACKET = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
 )
+_GEMMA_STRING_OR_BRACKET = re.compile(r'<\|"\|>.*?<\|"\|>|[()\[\]{}]', re.DOTALL)
+_GEMMA_TEXT_OR_KEY = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s<>{}\[\],:"]+)(?=\s*:)', re.DOTALL)
 # If another closing tag follows before any element begins, the first one is part of a value.
 _PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</?function|</?tool_call>|\Z))"
-    r"(?!(?:(?!<parameter=).)*?</parameter>)",
+    rf"\s*<(?:{_DSML})?parameter(?:=(?P<name>[^<>\s]{{1,200}})|\ name=[\"']?(?P<named>[^<>\s\"']{{1,200}})[\"']?"
+    rf"(?:\ string=\"(?P<is_text>\w+)\")?)>(?(name)\n?)(?P<value>.*?)(?(name)\n?)</(?:{_DSML})?parameter>"
+    rf"(?=\s*(?:<(?:{_DSML})?parameter[=\ ]|</?(?:{_DSML})?(?:function|invoke)|</?tool_call>|\Z))"
+    rf"(?!(?:(?!<(?:{_DSML})?parameter[=\ ]).)*?</(?:{_DSML})?parameter>)",
     re.DOTALL,
 )
 _ARGUMENT = re.compile(
-    r"\s*<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</?tool_call>|\Z))"
+    r"\s*<arg_key>(?P<name>.{1,200}?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+    r"(?=\s*(?:<arg_key>|</?tool_call>|\Z))"
     r"(?!(?:(?!<arg_key>).)*?</arg_value>)",
     re.DOTALL,
 )
 _ANOTHER_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
 _GLM_CALL = re.compile(rf"\s*(?!null|true|false|NaN|Inf)([A-Za-z_]{_NAME}{{0,200}})\s*(?=<arg_key>|{_XML_CLOSE})")
-_FOREIGN = rf"<function=|{_MARKERS}|</?tool_?calls?>|<invoke name=|to=functions\.|<\uff5ctool\u2581call"
+_FOREIGN = (
+    rf"<function=|{_MARKERS}|</?tool_?calls?>|</?[^<>\s]{{0,8}}(?:invo|nvok|voke|aram|amet)|<\|tool_call>"
+    r"|to=functions\.|<\uff5ctool\u2581call"
+)
 _OBJECT = r"[\"']name[\"']\s*:.{0,200}(?:arguments|parameters)"
 _TRACES = {
     "xml": re.compile(
@@ -278,7 +295,7 @@ class _Scan:
         if not known:
             return None
         name = token[0][:-1]
-        end = _closing_parenthesis(self.text, inside)
+        end = _closing_bracket(self.text, inside)
         if end == -1:
             self._num_unclosed += 1
             call = ToolCall(name, None, self.text[start:], f"The call of {name} has no closing parenthesis.")
@@ -317,27 +334,31 @@ class _Scan:
     def _named(self, opening: str, start: int, inside: int) -> tuple[ToolCall, int]:
         """Returns the call after one of `_NAMED_OPENINGS`, and its end."""
         text = self.text
-        is_function = opening.startswith(_FUNCTION_OPEN)
         name = next(found[1] for pattern in _NAMED_OPENINGS if (found := re.fullmatch(pattern, opening)))
         if not name:
             return ToolCall("", None, opening, f"A tool call must name its function: {_FUNCTION_MARKUP}."), inside
+        tag = next((tag for tag in _ELEMENTS if opening.startswith(tag)), None)
         body = len(text) - len(text[inside:].lstrip())
         value: Any = {}
         problem, end = None, body
-        if is_function and text.startswith("<parameter", body):
+        if tag and text.startswith(("<parameter", f"<{_DSML}parameter"), body):
             value, end = self._elements(_PARAMETER, name, body)
             if end == body:
                 problem = f"A parameter of {name} must be written <parameter=NAME>value</parameter>"
-        elif not (is_function and (body == len(text) or text.startswith((_FUNCTION_CLOSE, _XML_CLOSE), body))):
-            value, end, problem = _decode(text, body)
+        elif not (tag and (body == len(text) or text.startswith((_ELEMENTS[tag], _XML_CLOSE), body))):
+            value, end, problem = _decode_gemma(text, body) if opening.startswith(_GEMMA_OPEN) else _decode(text, body)
             problem = problem and f"The arguments of {name} are not valid JSON: {problem}"
-        limit, stop = self._limit(end, _FUNCTION_OPEN, _FUNCTION_CLOSE) if is_function else (end, end)
+        closing = _ELEMENTS[tag] if tag else _GEMMA_CLOSE
+        if tag or text.startswith(closing, end):
+            limit, stop = self._limit(end, tag or _GEMMA_OPEN, closing)
+        else:
+            limit = stop = end
         if problem is None and (extra := _extra(text[end:limit].replace(_XML_CLOSE, "").replace(_XML_OPEN, ""))):
             problem = f"The arguments of {name} cannot be read: {extra}"
         raw = text[start:stop]
         if problem is None:
             return ToolCall(name, value, raw, _arguments_problem(value)), stop
-        lacks = "" if stop > limit or not is_function else f" The closing {_FUNCTION_CLOSE} is missing."
+        lacks = "" if stop > limit or not tag else f" The closing {closing} is missing."
         return ToolCall(name, None, raw, f"{problem}.{lacks}"), end
 
     def _elements(self, element: re.Pattern[str], name: str, position: int) -> tuple[dict[str, Any], int]:
@@ -345,7 +366,10 @@ class _Scan:
         schemas = (self.tools or {}).get(name, {})
         arguments: dict[str, Any] = {}
         while found := element.match(self.text, position, position + MAX_CALL_CHARACTERS):
-            arguments[found[1]] = _value_of_element(found[2], schemas.get(found[1], {}))
+            written = found.groupdict()
+            argument = written["name"] or written["named"]
+            schema = {"type": "string"} if written.get("is_text") == "true" else schemas.get(argument, {})
+            arguments[argument] = _value_of_element(written["value"], schema)
             position = found.end()
         return arguments, position
 
@@ -434,15 +458,25 @@ def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
     return None, position, f"it is longer than {MAX_CALL_CHARACTERS} characters" if too_long else problem
 
 
+def _decode_gemma(text: str, position: int) -> tuple[Any, int, str | None]:
+    """Returns what `_decode` does, for an object with bare keys and `<|"|>` around texts."""
+    end = _closing_bracket(text, position + 1, _GEMMA_STRING_OR_BRACKET)
+    if end == -1 or not text.startswith("{", position):
+        return None, position, "it is not inside of braces"
+    as_json = _GEMMA_TEXT_OR_KEY.sub(lambda found: json.dumps(found[found.lastindex or 0]), text[position:end])
+    value, _, problem = _decode(as_json, 0)
+    return value, end, problem
+
+
 def _extra(text: str) -> str | None:
     """Returns what is wrong with the text after a value."""
     return f"there is text behind it: {text.strip()[:40]!r}" if text.strip() else None
 
 
-def _closing_parenthesis(text: str, position: int) -> int:
+def _closing_bracket(text: str, position: int, strings_or_brackets: re.Pattern[str] = _STRING_OR_BRACKET) -> int:
     """Returns the end of the call whose arguments start at `position`, or -1 if it does not end."""
     depth = 1
-    for token in _STRING_OR_BRACKET.finditer(text, position, position + MAX_CALL_CHARACTERS):
+    for token in strings_or_brackets.finditer(text, position, position + MAX_CALL_CHARACTERS):
         if token[0] in "([{":
             depth += 1
         elif token[0] in ")]}":

@@ -10,9 +10,12 @@ from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, 
 from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
 from telescope.rollout.messages import parsed
 
-_CLOSED = ("}", "]", ")", "</function>", "</tool_call>")
+_CLOSED = ("}", "]", ")", "</function>", "</tool_call>", "invoke>", "<tool_call|>")
 """Endings of a complete call."""
-_AROUND_CALLS = re.compile(r"</?tool_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```|```\s*(?=<\uff5ctool)|\[[\s,;]*\]")
+_AROUND_CALLS = re.compile(
+    r"</?(?:minimax:)?tool_calls?>|</?\uff5cDSML\uff5c\w+_calls>|\[TOOL_CALLS\]|```(?:json)?\s*```"
+    r"|```\s*(?=<\uff5ctool)|\[[\s,;]*\]"
+)
 """Markup around calls that remains after they are removed."""
 _CONTROL = re.compile(
     r"<\|start\|>\w*|<\|channel\|>\s*\w+|<\|turn>\w*|<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|<\|\w{1,40}>|<\w{1,40}\|>"

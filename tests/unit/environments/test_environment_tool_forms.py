@@ -42,6 +42,15 @@ def python(arguments: dict[str, Any]) -> str:
     return f"[write({', '.join(f'{name}={value!r}' for name, value in arguments.items())})]"
 
 
+def gemma(value: Any) -> str:
+    """A value as Gemma 4 writes it; its texts must not contain the mark around them."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{gemma(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
 BEGIN, SEPARATOR, END = (f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end"))
 ANALYSIS = "<|channel|>analysis<|message|>I call write(1).<|end|><|start|>assistant<|channel|>commentary "
 FORMS = {
@@ -61,6 +70,7 @@ FORMS = {
     "deepseek": lambda a: f"{BEGIN}function{SEPARATOR}write\n```json\n{dump(a)}\n```{END}",
     "deepseek 3.1": lambda a: f"{BEGIN}write{SEPARATOR}{dump(a)}{END}",
     "kimi": lambda a: f"<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{dump(a)}<|tool_call_end|>",
+    "gemma 4": lambda a: f"<|tool_call>call:write{gemma(a)}<tool_call|>",
     "python": python,
     "lfm": lambda a: f"<|tool_call_start|>{python(a)}<|tool_call_end|> I wait.",
 }
@@ -71,15 +81,28 @@ def qwen_coder(parameters):
     return f"<tool_call>\n<function=write>\n{written}</function>\n</tool_call>"
 
 
+def invoke(parameters, mark="", wrapper="minimax:tool_call"):
+    written = ""
+    for name, value in parameters.items():
+        is_text = f' string="{str(name == "text").lower()}"' if mark else ""
+        written += f'<{mark}parameter name="{name}"{is_text}>{value}</{mark}parameter>\n'
+    return f'<{mark}{wrapper}>\n<{mark}invoke name="write">\n{written}</{mark}invoke>\n</{mark}{wrapper}>'
+
+
+def dsml(parameters):
+    return invoke(parameters, "\uff5cDSML\uff5c", "function_calls")
+
+
 def glm(parameters):
     pairs = parameters.items()
     written = "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in pairs)
     return f"<tool_call>write\n{written}</tool_call>"
 
 
+ELEMENTS = [qwen_coder, glm, invoke, dsml]
 MARKUP = [
     "</think>", "<think>", "</tool_call>", "<tool_call>", "</function>", "<function=write>", "[TOOL_CALLS]", "\n", '"',
-    "</parameter>", "</arg_value>",
+    "</parameter>", "</arg_value>", "</invoke>", '<invoke name="write">',
     '{"name": "write", "arguments": {}}', "\\", "'", "}", "[", "```", "a", " ", "\u2028", "write(",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=6).map("".join)
@@ -92,7 +115,7 @@ def test_any_text_survives_in_every_form_of_json_and_python(form, text, configur
     assert (call.name, call.arguments, call.error) == ("write", {"text": text, "times": 2}, None)
 
 
-@given(st.sampled_from([qwen_coder, glm]), TEXTS, CONFIGURED)
+@given(st.sampled_from(ELEMENTS), TEXTS, CONFIGURED)
 def test_any_text_survives_in_an_element(form, text, configured):
     (call,) = read(form({"text": text, "times": "2"}), configured)
     assert (call.arguments, call.error) == ({"text": text, "times": 2}, None)
@@ -114,7 +137,7 @@ def test_a_value_may_contain_the_end_of_its_element(form, text):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [qwen_coder, glm])
+@pytest.mark.parametrize("form", ELEMENTS)
 @pytest.mark.parametrize(
     ("name", "written", "value"),
     [
@@ -135,7 +158,7 @@ def test_the_tool_receives_the_text_of_an_element():
     assert play(ENVIRONMENTS["xml"], Sample("Write."), answer, "End.")[1] == [["[write] 3.10"]]
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), qwen_coder, glm])
+@pytest.mark.parametrize("form", [*FORMS.values(), *ELEMENTS])
 @both_forms
 def test_calls_in_reasoning_do_not_count_and_later_ones_do(form, configured):
     call, other = form({"text": "a"}), form({"text": "b"})
@@ -152,7 +175,7 @@ def test_calls_in_reasoning_do_not_count_and_later_ones_do(form, configured):
             assert (found.arguments, found.error) == ({"text": "b"}, None)
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), qwen_coder, glm])
+@pytest.mark.parametrize("form", [*FORMS.values(), *ELEMENTS])
 @pytest.mark.parametrize("behind", [" </think>", " Then </think> done", "\n</think>\n</think>", "[/THINK]"])
 @both_forms
 def test_calls_before_a_closing_tag_that_closes_nothing_count(form, behind, configured):

@@ -35,6 +35,8 @@ class Searching(ToolEnvironment):
 CALLS = {
     "xml": ['<tool_call>{"name": "search", "arguments": {"query": "cats", "limit": 5, "order": "old"}}</tool_call>',
      '<tool_call>\n{"name": "search", "arguments": ["cats", [1, 2], "new"]}\n</tool_call>',
+     '<|tool_call>call:search{query:<|"|>cats<|"|>,limit:5}<tool_call|>',
+     '<invoke name="search">\n<parameter name="query">cats</parameter>\n</invoke>',
      'I will look. <tool_call>{"name": "search", "arguments": "{\\"query\\": \\"cats\\"}"}</tool_call> Wait.'],
     "function": ['<function=search>{"query": "cats", "limit": 5, "deep": true}</function>',
      "<function=search>\n<parameter=query>cats</parameter>\n<parameter=limit>5</parameter>\n</function>"],

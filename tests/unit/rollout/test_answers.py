@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.environments.test_environment_tool_forms import FORMS, MARKUP, glm, qwen_coder
+from tests.unit.environments.test_environment_tool_forms import ELEMENTS, FORMS, MARKUP, qwen_coder
 
 from telescope.rollout.answers import parse_answer
 
@@ -22,7 +22,7 @@ WRITE = {
         },
     },
 }  # fmt: skip
-CALLS = FORMS | {"qwen coder": qwen_coder, "glm": glm}
+CALLS = FORMS | {form.__name__: form for form in ELEMENTS}
 ANALYSIS = "<|channel|>analysis<|message|>"
 CHANNELS = {"harmony", "harmony, name first"}
 ALONE = {"python"}
