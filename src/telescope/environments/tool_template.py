@@ -53,10 +53,11 @@ def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
         return text
 
     question = {"role": "user", "content": "0"}
-    called = [{"id": "call00000", "type": "function", "function": _CALL}]
+    functions = [{"id": "call00000", "type": "function", "function": _CALL}]
+    called: ChatMessage = {"role": "assistant", "content": "", "tool_calls": functions}
     try:
         prompt = render(question)
-        whole = render(question, {"role": "assistant", "content": "", "tool_calls": called}, prompts=False)
+        whole = render(question, called, prompts=False)
         written = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071  # of texts, not of paths
         calls = parse_calls(written, "xml", {"NAME": _PARAMETERS})
     except Exception:  # a template is a program and may raise anything
@@ -66,7 +67,8 @@ def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
     form = calls[0].raw_text
     try:
         result = {"role": "tool", "name": "NAME", "content": _SENTINEL * 2}
-        takes_results = _SENTINEL * 2 in render(question, assistant_message(form), result)
+        shown = (render(question, each, result) for each in (assistant_message(form), called))  # see `ToolResults`
+        takes_results = any(_SENTINEL * 2 in each for each in shown)
     except Exception:
         takes_results = False
     return ToolTemplate(form, takes_results)

@@ -5,6 +5,7 @@ import json
 import pytest
 from tests import released
 from tests.fakes.play import play_once
+from tests.unit.environments.test_environment_joins import tokenizer_of
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment, get_environment
 from telescope.environments.tool_template import tool_template
@@ -22,7 +23,8 @@ FORMS = {
     "glm4moe": "<tool_call>NAME\n<arg_key>PARAMETER</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
     "gptoss": 'to=functions.NAME<|channel|>commentary json<|message|>{"PARAMETER": "VALUE"}',
     "lfm2_v2": "NAME(PARAMETER='VALUE')",
-    "gemma3": None, "phi3": None, "deepseek_r1_distill": None, "llama3": None, "cohere": None, "gemma4": None,
+    "gemma3": None, "phi3": None, "deepseek_r1_distill": None, "llama3": None, "cohere": None,
+    "gemma4": '<|tool_call>call:NAME{PARAMETER:<|"|>VALUE<|"|>}<tool_call|>',
 }  # fmt: skip
 """How each template writes a call. None: it takes no tools, or writes calls that are not read."""
 CALLS = {
@@ -32,6 +34,7 @@ CALLS = {
     FORMS["glm4moe"]: "<tool_call>double\n<arg_key>text</arg_key>\n<arg_value>1.50</arg_value>\n</tool_call>",
     FORMS["gptoss"]: "<|channel|>analysis<|message|>I double it.<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.double <|constrain|>json<|message|>{"text": "1.50"}',
+    FORMS["gemma4"]: '<|tool_call>call:double{text:<|"|>1.50<|"|>}<tool_call|>',
     FORMS["lfm2_v2"]: "<|tool_call_start|>[double(text='1.50')]<|tool_call_end|>",
 }
 
@@ -116,6 +119,8 @@ def test_a_template_takes_tools_if_its_calls_are_read(renderer, template):
 
 @pytest.mark.parametrize("template", [name for name, form in FORMS.items() if form])
 def test_the_template_shows_the_tools_and_the_results_in_its_own_form(renderer, template):
+    if template == "gemma4":  # whose results stand between tokens that other tokenizers lack
+        renderer = Renderer(RendererSpec(template, released.chat_template(template)), tokenizer_of("gemma4_v5"))
     prompt, reply, following = first_turn(renderer, template)
     assert "double" in prompt and "You may call these tools" not in prompt and prompt.count("Double a text") == 1
     assert reply == [{"role": "tool", "content": "1.501.50", "turn_type": "tool_result"}]
@@ -124,12 +129,14 @@ def test_the_template_shows_the_tools_and_the_results_in_its_own_form(renderer, 
         assert "<tool_response>\n1.501.50\n</tool_response>" in following
     if template.startswith("llama"):
         assert '<|start_header_id|>ipython<|end_header_id|>\n\n"1.501.50"' in following
+    if template == "gemma4":
+        assert '<tool_call|><|tool_response>response:double{value:<|"|>1.501.50<|"|>}' in following
     if template == "gptoss":
         assert '<|start|>functions.double to=assistant<|channel|>commentary<|message|>"1.501.50"<|end|>' in following
         assert "analysis<|message|>I double it.<|end|>" in following
 
 
-@pytest.mark.parametrize("template", [name for name, form in FORMS.items() if form is None and name != "gemma4"])
+@pytest.mark.parametrize("template", [name for name, form in FORMS.items() if form is None])
 def test_other_templates_show_the_tools_in_the_system_message(renderer, template):
     answer = f"Hm.</think>{CALLS[HERMES]}" if template == "deepseek_r1_distill" else None
     prompt, reply, _ = first_turn(renderer, template, answer=answer)
