@@ -45,17 +45,16 @@ MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
-_DSML = "\uff5cDSML\uff5c"
-_ELEMENTS = {
-    "<function=": "</function>", "<invoke name=": "</invoke>", f"<{_DSML}invoke name=": f"</{_DSML}invoke>",
-}  # fmt: skip
-"""Tags of calls whose arguments are elements."""
+_SPACE = r"(?:\uff5cDSML\uff5c|\w{1,16}:)?"
+"""What stands before the names of some families' tags."""
+_TAG_OF_ELEMENTS = re.compile(r"<([^\s=<>]+)(?: name)?=")
+"""The beginning of a call whose arguments are elements, and the name of its tag."""
 _GEMMA_OPEN, _GEMMA_CLOSE = "<|tool_call>call:", "<tool_call|>"
 _NAME = r"[^<>\s\[\](){}\"']"
 _DEEPSEEK_CALL, _DEEPSEEK_NAME = r"<\uff5ctool\u2581call\u2581begin\uff5c>", r"<\uff5ctool\u2581sep\uff5c>"
 _NAMED_OPENINGS = (
     rf"<function=({_NAME}{{0,200}})>",
-    rf"<(?:{_DSML})?invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
+    rf"<{_SPACE}invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
     rf"<\|tool_call>call:({_NAME}{{1,200}}+)",
     rf"to=functions\.({_NAME}{{1,200}}+)[^{{}}\[\]]{{0,100}}?<\|message\|>",
     rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
@@ -85,10 +84,10 @@ _GEMMA_STRING_OR_BRACKET = re.compile(r'<\|"\|>.*?<\|"\|>|[()\[\]{}]', re.DOTALL
 _GEMMA_TEXT_OR_KEY = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s<>{}\[\],:"]+)(?=\s*:)', re.DOTALL)
 # If another closing tag follows before any element begins, the first one is part of a value.
 _PARAMETER = re.compile(
-    rf"\s*<(?:{_DSML})?parameter(?:=(?P<name>[^<>\s]{{1,200}})|\ name=[\"']?(?P<named>[^<>\s\"']{{1,200}})[\"']?"
-    rf"(?:\ string=\"(?P<is_text>\w+)\")?)>(?(name)\n?)(?P<value>.*?)(?(name)\n?)</(?:{_DSML})?parameter>"
-    rf"(?=\s*(?:<(?:{_DSML})?parameter[=\ ]|</?(?:{_DSML})?(?:function|invoke)|</?tool_call>|\Z))"
-    rf"(?!(?:(?!<(?:{_DSML})?parameter[=\ ]).)*?</(?:{_DSML})?parameter>)",
+    rf"\s*<{_SPACE}parameter(?:=(?P<name>[^<>\s]{{1,200}})|\ name=[\"']?(?P<named>[^<>\s\"']{{1,200}})[\"']?"
+    rf"(?:\ string=\"(?P<is_text>\w+)\")?)>(?(name)\n?)(?P<value>.*?)(?(name)\n?)</{_SPACE}parameter>"
+    rf"(?=\s*(?:<{_SPACE}parameter[=\ ]|</?{_SPACE}(?:function|invoke)|</?tool_call>|\Z))"
+    rf"(?!(?:(?!<{_SPACE}parameter[=\ ]).)*?</{_SPACE}parameter>)",
     re.DOTALL,
 )
 _ARGUMENT = re.compile(
@@ -337,20 +336,20 @@ class _Scan:
         name = next(found[1] for pattern in _NAMED_OPENINGS if (found := re.fullmatch(pattern, opening)))
         if not name:
             return ToolCall("", None, opening, f"A tool call must name its function: {_FUNCTION_MARKUP}."), inside
-        tag = next((tag for tag in _ELEMENTS if opening.startswith(tag)), None)
+        tag = _TAG_OF_ELEMENTS.match(opening)
+        closing = f"</{tag[1]}>" if tag else _GEMMA_CLOSE
         body = len(text) - len(text[inside:].lstrip())
         value: Any = {}
         problem, end = None, body
-        if tag and text.startswith(("<parameter", f"<{_DSML}parameter"), body):
+        if tag and re.match(f"<{_SPACE}parameter", text[body : body + 40]):
             value, end = self._elements(_PARAMETER, name, body)
             if end == body:
                 problem = f"A parameter of {name} must be written <parameter=NAME>value</parameter>"
-        elif not (tag and (body == len(text) or text.startswith((_ELEMENTS[tag], _XML_CLOSE), body))):
+        elif not (tag and (body == len(text) or text.startswith((closing, _XML_CLOSE), body))):
             value, end, problem = _decode_gemma(text, body) if opening.startswith(_GEMMA_OPEN) else _decode(text, body)
             problem = problem and f"The arguments of {name} are not valid JSON: {problem}"
-        closing = _ELEMENTS[tag] if tag else _GEMMA_CLOSE
         if tag or text.startswith(closing, end):
-            limit, stop = self._limit(end, tag or _GEMMA_OPEN, closing)
+            limit, stop = self._limit(end, tag[0] if tag else _GEMMA_OPEN, closing)
         else:
             limit = stop = end
         if problem is None and (extra := _extra(text[end:limit].replace(_XML_CLOSE, "").replace(_XML_OPEN, ""))):

@@ -13,7 +13,7 @@ from telescope.rollout.messages import parsed
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>", "invoke>", "<tool_call|>")
 """Endings of a complete call."""
 _AROUND_CALLS = re.compile(
-    r"</?(?:minimax:)?tool_calls?>|</?\uff5cDSML\uff5c\w+_calls>|\[TOOL_CALLS\]|```(?:json)?\s*```"
+    r"</?(?:\w{1,16}:|\uff5cDSML\uff5c)?(?:tool|function)_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```"
     r"|```\s*(?=<\uff5ctool)|\[[\s,;]*\]"
 )
 """Markup around calls that remains after they are removed."""

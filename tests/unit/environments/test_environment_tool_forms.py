@@ -93,13 +93,17 @@ def dsml(parameters):
     return invoke(parameters, "\uff5cDSML\uff5c", "function_calls")
 
 
+def atem(parameters):
+    return invoke(parameters, "atem:", "function_calls").replace(' string="true"', "").replace(' string="false"', "")
+
+
 def glm(parameters):
     pairs = parameters.items()
     written = "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in pairs)
     return f"<tool_call>write\n{written}</tool_call>"
 
 
-ELEMENTS = [qwen_coder, glm, invoke, dsml]
+ELEMENTS = [qwen_coder, glm, invoke, dsml, atem]
 MARKUP = [
     "</think>", "<think>", "</tool_call>", "<tool_call>", "</function>", "<function=write>", "[TOOL_CALLS]", "\n", '"',
     "</parameter>", "</arg_value>", "</invoke>", '<invoke name="write">',
