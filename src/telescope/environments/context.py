@@ -143,6 +143,7 @@ class Chat:
         self.name = name
         self.reward = reward
         self._is_compacted = False
+        self._tools: Sequence[Mapping[str, Any]] = ()  # of the last call
         self._clients: list[Any] = []
 
     def __enter__(self) -> Chat:
@@ -174,7 +175,8 @@ class Chat:
                 raise UserError(f"generate got the tool {repr(tool)[:80]}: write {form}")
         options: dict[str, Any] = {"token_ids": prompt} if is_ids else {"messages": prompt}
         cause, self._is_compacted = COMPACTION if self._is_compacted else None, False
-        call = Call(tools=tools or (), chat=self.name, train=train, sampling=sampling or {}, cause=cause, **options)
+        self._tools = tools or ()
+        call = Call(tools=self._tools, chat=self.name, train=train, sampling=sampling or {}, cause=cause, **options)
         return await self._services.complete(call)
 
     async def compact(
@@ -183,8 +185,9 @@ class Chat:
         """Returns a shorter conversation: system messages, the first user message, and the last `keep` messages.
 
         The messages between them are dropped. With `by="summary"`, a summary of them that the policy writes follows the
-        first user message, and the summary is trained. A tool result whose call is dropped is dropped too. Training
-        continues in a new sequence, which begins with the shorter conversation.
+        first user message, and the summary is trained. It is asked for with the tools of the last call, so that it
+        extends the recorded conversation. A tool result whose call is dropped is dropped too. Training continues in a
+        new sequence, which begins with the shorter conversation.
         """
         if by not in ("summary", "drop") or keep < 0:
             raise ValueError(f"compact got by={by!r}, keep={keep!r}: use summary or drop, and 0 or more")
@@ -196,8 +199,8 @@ class Chat:
         if len(tail) == len(rest):
             return [*head, *tail]
         if by == "summary":
-            reply = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}])
-            summary, before = f"\n\n{SUMMARY_HEADING}\n{reply.text}", head[-1]["content"]
+            reply = await self.generate([*messages, {"role": "user", "content": SUMMARY_REQUEST}], self._tools)
+            summary, before = f"\n\n{SUMMARY_HEADING}\n{reply.text or reply.raw_text}", head[-1]["content"]
             is_text = isinstance(before, str)
             head[-1]["content"] = before + summary if is_text else [*before, {"type": "text", "text": summary}]
         self._is_compacted = True

@@ -188,11 +188,12 @@ async def test_a_cancelled_rollout_ends_at_once(bench: Any) -> None:
 
 class Compacts(Agent):
     by = "summary"
+    tools = ({"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}},)
 
     async def rollout(self, sample: Sample, context: Any) -> RewardResult:
         messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": sample.prompt}]
         for number in range(3):
-            answer = await context.generate(messages)
+            answer = await context.generate(messages, self.tools)
             messages = [*messages, answer.message, {"role": "user", "content": f"Next {number}."}]
         messages = await context.compact(messages, keep=2, by=self.by)
         await context.generate(messages)
