@@ -234,7 +234,7 @@ def test_the_closing_lines_do_not_point_into_a_run_directory_that_is_gone(tmp_pa
 def test_training_without_its_packages_explains_how_to_install_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("telescope.orchestrator.preflight.TRAINING_PACKAGES", ("no_such_package_anywhere",))
     path = tmp_path / "run.yaml"
-    path.write_text(f"environments: [{{name: countdown}}]\nmodel: {tmp_path}/nowhere\n")
+    path.write_text(f"environments: [{{name: countdown, kwargs: {{dataset: generated}}}}]\nmodel: {tmp_path}/nowhere\n")
     code, _, err = run(capsys, "train", "--config", str(path))
     assert code == 2
     assert "no_such_package_anywhere" in err

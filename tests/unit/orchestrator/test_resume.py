@@ -258,7 +258,10 @@ def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_d
 ])  # fmt: skip
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_the_command_refuses_a_bad_resume_with_exit_code_2(resuming, flags, message, dry, tmp_path, capsys):
-    config = {**resuming.config(environments=[{"name": "countdown"}]).values, "run_dir": None}
+    config = {
+        **resuming.config(environments=[{"name": "countdown", "kwargs": {"dataset": "generated"}}]).values,
+        "run_dir": None,
+    }
     meta = read_json(resuming.path / META)
     replace_json(resuming.path / META, {**meta, "config": config})
     saved = json.dumps(config)
