@@ -5,20 +5,23 @@ import csv
 import json
 import math
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.main import EXIT_FAILED, LONGEST_ERROR, CommandParser
-from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable, wide_console
+from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, is_run
 from telescope.utils.text import did_you_mean, plain, pluralize
 
+MAX_TERMINAL_ROWS = 500  # laid out in a second or two
 LATEST = "latest"  # value of `--run` for the run that started last
 
 
@@ -106,17 +109,35 @@ def print_result(result: Result, form: str, out: TextIO) -> None:
 
 
 def _print_table(result: Result, out: TextIO) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, name in enumerate(result.columns):
-        numbers = all(isinstance(row[place], int | float) or row[place] is None for row in result.rows)
-        table.add_column(Text(plain(name)), justify="right" if numbers else "left", overflow="fold")
-    for row in result.rows:
-        table.add_row(*(Text(plain(_cell(value, exact=False))) for value in row))
-    # Lines in a file or pipe are as long as needed; a terminal folds long cells.
-    console = wide_console(table, out) if not out.isatty() else Console(file=out)
-    console.print(table)
-    if not result.rows:
-        console.print("(no rows)", style="dim")
+    shown = result.rows[:MAX_TERMINAL_ROWS] if out.isatty() else result.rows
+    rows = [[plain(_cell(value, exact=False)) for value in row] for row in shown]
+    names = [plain(name) for name in result.columns]
+    is_number = [
+        all(row[place] is None or isinstance(row[place], int | float) for row in shown) for place in range(len(names))
+    ]
+    if out.isatty():  # folds long cells
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name, number in zip(names, is_number, strict=True):
+            table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console(file=out).print(table)
+        if len(shown) < len(result.rows):
+            more = f"telescope: {len(shown):,} of {len(result.rows):,} rows. Use LIMIT, or write all to a file"
+            print(more, file=sys.stderr)
+    else:  # lines are as long as needed; rich takes milliseconds for each
+        lines = [
+            part for row in [names, *rows] for part in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
+        ]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            padded = [
+                " " * (width - cell_len(cell)) + cell if number else cell + " " * (width - cell_len(cell))
+                for cell, width, number in zip(line, widths, is_number, strict=True)
+            ]
+            out.write("  ".join(padded).rstrip() + "\n")
+    if not rows:
+        out.write("(no rows)\n")
 
 
 def _cell(value: Any, *, exact: bool) -> str:

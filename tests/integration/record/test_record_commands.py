@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from telescope.cli.main import main
-from telescope.cli.query import print_result
+from telescope.cli.query import MAX_TERMINAL_ROWS, print_result
 from telescope.dashboard.registry import Registry
 from telescope.errors import EXIT_INTERRUPTED
 from telescope.record import Recorder, table_writer
@@ -260,6 +260,19 @@ def test_control_sequences_in_values_and_names_do_not_reach_a_terminal(form, mon
     assert not set("\x1b\x9b\x07") & set(out.getvalue())
     if form != "json":  # which writes them as escapes, and so exactly
         assert out.getvalue().split() == ["ab", "cdef"]
+
+
+def test_a_long_result_is_whole_in_a_pipe_and_its_beginning_on_a_terminal(capsys):
+    long = Result(("n", "text"), [(n, "two\nlines" if n == 7 else "ü") for n in range(MAX_TERMINAL_ROWS + 5)])
+    pipe, terminal = io.StringIO(), Terminal()
+    print_result(long, "table", pipe)
+    print_result(long, "table", terminal)
+    lines = pipe.getvalue().splitlines()
+    assert lines[:2] == ["  n  text", "  0  ü"]
+    assert lines[8:10] == ["  7  two", "     lines"]
+    assert len(lines) == 1 + MAX_TERMINAL_ROWS + 5 + 1
+    assert len(terminal.getvalue().splitlines()) == 1 + MAX_TERMINAL_ROWS + 1
+    assert "500 of 505 rows" in capsys.readouterr().err
 
 
 def test_control_sequences_in_names_and_errors_do_not_reach_a_terminal(capsys, tmp_path):
