@@ -47,7 +47,8 @@ def build_parser() -> CommandParser:
         description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
         epilog=EPILOG,
     )
-    parser.add_argument("path", help="run directory, checkpoint (step_N), model folder, or name on the hub")
+    where = "run directory (its newest checkpoint, else its final model), step_N folder, model folder, or hub name"
+    parser.add_argument("path", help=where)
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
     parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and exit")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")

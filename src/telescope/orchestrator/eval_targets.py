@@ -25,7 +25,7 @@ from telescope.orchestrator.conversion import (
     identity_of,
     is_converted,
 )
-from telescope.record.files import read_json
+from telescope.record.files import RunFiles, read_json
 from telescope.record.reader import is_run
 from telescope.utils.text import user_path
 from telescope.weights.model_folder import read_origin, weight_files
@@ -139,6 +139,13 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
         children = folder.iterdir() if folder.is_dir() else ()
         found = {int(m[1]): child for child in children if (m := STEP_NAME.fullmatch(child.name))}
         complete = {n: child for n, child in sorted(found.items()) if _is_model(child)}
+        if (
+            not complete
+            and steps is None
+            and is_run(path)
+            and any((model := RunFiles(path).model).glob("*.safetensors"))
+        ):
+            return [_target(model)]
         if not complete:
             raise UserError(
                 f"{source} has no complete checkpoint and no model: neither {META} nor {CONFIG} in it or in a step_N "

@@ -51,6 +51,18 @@ def test_a_run_and_its_folder_of_checkpoints_are_their_complete_checkpoints_in_o
         find_targets(EvalCommand(), [str(run)], [4])
 
 
+def test_a_run_without_checkpoints_is_its_final_model(run):
+    shutil.rmtree(run / "checkpoints")
+    (target,) = find_targets(EvalCommand(), [str(run)])
+    assert (target.path, target.is_native, target.run_dir) == (run / "model", False, run)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find_targets(EvalCommand(), [str(run)], [10])
+    for file in (run / "model").glob("*.safetensors"):
+        file.unlink()  # as before the end of a run
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find_targets(EvalCommand(), [str(run)])
+
+
 def test_models_and_listed_checkpoints_are_measured_too_each_once(run, tmp_path):
     plain = write_model_folder(tmp_path / "plain")
     command = EvalCommand.model_validate(

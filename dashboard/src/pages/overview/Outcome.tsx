@@ -60,7 +60,7 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
 
 function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepColumns; curve: EvalCurve | undefined; live: boolean }) {
   const [chosen, choose] = useParam("use", "chat");
-  const best = bestCheckpoint(steps, info.checkpoints, curve);
+  const best = bestCheckpoint(steps, info.checkpoints, curve, info.final_model);
   const commands = embedded ? [] : commandsOf(info.path, best, info.checkpoints.at(-1), info.final_model, live);
   const command = commands.find((one) => one.does === chosen) ?? commands[0];
   const measured = best?.accuracy != null;

@@ -18,6 +18,9 @@ test("the best checkpoint is the one with the best result, and the later of equa
   expect(bestCheckpoint(steps, [20, 40, 60], curve)).toEqual({ step: 40, kept: true, accuracy: 0.6 });
   expect(bestCheckpoint(steps, [20, 60], undefined)).toEqual({ step: 60, kept: true, accuracy: null });
   expect(bestCheckpoint(steps, [], curve)).toBe(null);
+  const removed = { step: [40], metrics: { timing_checkpoint: [1] } } as unknown as StepColumns;
+  expect(bestCheckpoint(removed, [], curve, null)).toEqual({ step: 40, kept: false, accuracy: 0.6 });
+  expect(bestCheckpoint(removed, [], curve, "runs/a/model")).toBe(null);
 });
 
 test("commands name the checkpoint, and a resume of an older one its step", () => {
