@@ -36,7 +36,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
       </a>
       <div className="id">
         <b title={place.run ?? undefined}>{info ? visible(info.name) : place.run === null ? "Telescope" : ""}</b>
-        {behind !== null ? (
+        {behind !== null && (info || place.run === null) ? (
           <span className="state bad" role="status" title="The server does not respond. The page shows the last state that it received, and reconnects.">
             <i />
             as of {new Date(behind).toLocaleTimeString("en-GB")}, reconnecting

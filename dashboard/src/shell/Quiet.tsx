@@ -3,8 +3,8 @@
 import type { ReactNode } from "react";
 import { ApiError } from "../api";
 import { mayPass, RETRY_MS } from "../state/resource";
-import { useRunInfo } from "../state/run";
-import { usePlace } from "../state/url";
+import { useRunInfo, useStatus } from "../state/run";
+import { elsewhere, format, usePlace } from "../state/url";
 import { visible } from "../text/hostile";
 
 /** Why a page has nothing to show, and what to do. */
@@ -18,6 +18,15 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
       {children}
     </section>
   );
+}
+
+/** What a page of a live run waits for. A run that has ended says so instead. */
+export function Waiting({ title, text }: { title: string; text: string }) {
+  const place = usePlace();
+  const { live } = useStatus(place.run);
+  if (live) return <Quiet title={title} text={text} />;
+  const logs = <a className="link" href={format(elsewhere(place, { page: "logs" }))}>Its logs</a>;
+  return <Quiet title="This run ended before its first step." text={<>{logs} show what it did.</>} />;
 }
 
 /** Says what a page waits for, unless it comes at once. */

@@ -70,7 +70,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
                 <th key={id}>
                   <i className="dot" style={{ background: `var(${colors.of(id)})` }} />
                   <a href={format(elsewhere(place, { run: id, page: "overview" }))} title={id}>
-                    <b>{nameOf(id)}</b>
+                    <b>{nameOf(id)}</b> <span className="f">{nameOf(id) === id ? "" : id}</span>
                   </a>
                   {i > 0 && (
                     <button className="f" aria-label={`Take ${nameOf(id)} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== id))}>

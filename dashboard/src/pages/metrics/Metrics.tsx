@@ -6,7 +6,7 @@ import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns
 import { clockTicks, smoothingFor, ticks } from "../../charts/math";
 import { sourceOf } from "../../charts/sources";
 import { number } from "../../format";
-import { Failure, Quiet } from "../../shell/Quiet";
+import { Failure, Waiting } from "../../shell/Quiet";
 import { Dialog } from "../../shell/Dialog";
 import { useKeys } from "../../shell/keys";
 import { addSection, sectionFor, toggleMetric } from "../../state/layouts";
@@ -40,7 +40,7 @@ export function Metrics() {
 
   if (error && !steps) return <Failure error={error} />;
   if (!steps || !info || runs.length === 0) return null;
-  if (runs.every((one) => one.steps.step.length === 0)) return <Quiet title="No step yet." text="Metrics come with the first training step." />;
+  if (runs.every((one) => one.steps.step.length === 0)) return <Waiting title="No step yet." text="Metrics come with the first training step." />;
   return <Loaded runs={runs} axis={axis as XAxis} environments={info.environments} planned={info.info.live ? (info.info.num_steps ?? null) : null} />;
 }
 

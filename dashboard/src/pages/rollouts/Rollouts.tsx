@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { HeatStrip } from "../../charts/HeatStrip";
 import { count, number, percent } from "../../format";
-import { Failure, Quiet } from "../../shell/Quiet";
+import { Failure, Quiet, Waiting } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
@@ -179,7 +179,7 @@ export function Rollouts() {
 
   if (groups.error && !groups.data) return <Failure error={groups.error} />;
   if (steps && steps.step.length === 0 && page.data?.total === 0) {
-    return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page updates by itself." />;
+    return <Waiting title="No answer yet." text="The first group appears here when its answers are scored. The page updates by itself." />;
   }
   const groupSize = info?.config.group_size;
   const numFilters = numChosen(params);
