@@ -107,6 +107,23 @@ def test_groups_are_listed_before_the_first_step_has_ended(browser: Browser, tmp
             assert opened.problems == []
 
 
+def test_pages_of_runs_that_failed_at_their_start_wait_for_nothing(browser: Browser, tmp_path: Path):
+    for folder in ("a", "b"):
+        with Recorder(tmp_path / folder) as recorder:
+            info = begin_run(recorder, name="same", config_hash="c", config_json="{}", first_step=0, num_steps=3)
+            end_run(recorder, info, "failed", config_json="{}", error="it broke")
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+        for name in ("metrics", "rollouts", "timeline"):
+            page = opened.open(f"a/{name}")
+            expect(page.get_by_role("heading", name="This run ended before its first step.")).to_be_visible()
+        heads = opened.open("a/compare", {"with": "b"}).get_by_role("columnheader").get_by_role("link")
+        assert heads.all_inner_texts() == ["same a", "same b"]
+        assert opened.problems == []
+        page = opened.open("c/overview")
+        expect(page.get_by_role("heading", name="This run was not found.")).to_be_visible()
+        expect(page.get_by_role("banner")).not_to_contain_text("reconnecting")
+
+
 def test_an_alert_that_is_open_when_the_run_ends_is_closed_then(browser: Browser, tmp_path: Path):
     with Recorder(tmp_path / "run") as recorder:
         info = begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=3)

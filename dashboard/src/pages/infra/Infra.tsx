@@ -74,7 +74,8 @@ export function Infra() {
   const moreNames = more.flatMap((spec) => spec.names);
   const moreGauges = useResource<GaugeSeries[]>(moreNames.length ? runPath(run, "gauges") : null, { names: moreNames.join(","), points: POINTS, ...span }, version);
   const all = useMemo(() => [...(gauges.data ?? []), ...(constant.data ?? []), ...(moreGauges.data ?? [])], [gauges.data, constant.data, moreGauges.data]);
-  const nodes = useMemo(() => machines(all), [all]);
+  const begun = zoomed || range ? 0 : (info?.attempts.at(-1)?.started_at ?? 0);
+  const nodes = useMemo(() => machines(all, begun), [all, begun]);
   const role = useMemo(() => roleOf(all), [all]);
   const drawn = useMemo(
     () =>

@@ -67,6 +67,13 @@ test("a GPU has the role of the process that it was given to", () => {
   expect([machine!.cpu, machine!.cpuMean]).toEqual([0.4, 0.3]);
 });
 
+test("a process that moved to another machine with a new attempt is shown there alone", () => {
+  const rank = (node: string, time: number[]) => ({ ...one("process_memory_bytes", time, { node, rank: 0 }), time });
+  const moved = [rank("a", [1, 2]), rank("b", [11, 12])];
+  expect(machines(moved, 10).map(({ name }) => name)).toEqual(["b"]);
+  expect(machines(moved, 20).map(({ name }) => name)).toEqual(["a", "b"]);
+});
+
 test("the devices of one role on a machine are one line: mean load, all memory", () => {
   const device = (n: number, role: string, load: number | null) => ({ name: `GPU ${n}`, role, load, mean: load, used: 1, total: 2 });
   expect(byRole([device(0, "trainer rank 0", 0.5), device(1, "trainer rank 1", 1), device(2, "server 0", null)])).toEqual([

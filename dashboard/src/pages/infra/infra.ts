@@ -256,8 +256,10 @@ export function byRole(devices: readonly Device[]): Device[] {
   });
 }
 
-/** The machines of a run with their GPUs; without GPUs, with its processes. */
-export function machines(all: readonly GaugeSeries[]): Machine[] {
+/** The machines of a run with their GPUs; without GPUs, with its processes. Those without a reading since `begun` are left out, unless all are. */
+export function machines(ever: readonly GaugeSeries[], begun = 0): Machine[] {
+  const current = ever.filter((one) => (one.time.at(-1) ?? 0) >= begun);
+  const all = current.length ? current : ever;
   const nodes = [...new Set(all.map((one) => one.node).filter((node): node is string => node !== null))].sort();
   const pick = (name: string, match: (one: GaugeSeries) => boolean) => all.find((one) => one.name === name && match(one));
   const last = (name: string, match: (one: GaugeSeries) => boolean): Value => {

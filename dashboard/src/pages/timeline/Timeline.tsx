@@ -4,7 +4,7 @@ import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
 import { duration, NONE, number } from "../../format";
-import { Failure, Quiet, Reading } from "../../shell/Quiet";
+import { Failure, Reading, Waiting } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
@@ -160,7 +160,7 @@ export function Timeline() {
   const since = flight.data?.find((one) => one.sample_id === sample)?.started_at;
   const health = useHealth(run).data;
   const alerts = useMemo(() => alertMarks(health?.alerts ?? []), [health]);
-  const down = useMemo(() => outages(alerts, bounds?.to ?? 0), [alerts, bounds?.to]);
+  const down = useMemo(() => outages(alerts, info?.attempts.flatMap((one) => one.started_at ?? []) ?? [], bounds?.to ?? 0), [alerts, info, bounds?.to]);
   const path = useMemo(() => (single ? pathNodes(single, layout) : []), [single, layout]);
   const evals = useEvals(run).data;
   const around = useMemo(() => ({ outages: down, evals: (evals ?? []).map((one) => ({ from: one.started_at ?? 0, to: one.ended_at ?? 0, servers: one.servers ?? [] })) }), [down, evals]);
@@ -198,7 +198,7 @@ export function Timeline() {
   ]);
 
   if (error && !loaded) return <Failure error={error} />;
-  if (steps && !bounds) return <Quiet title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page updates by itself." />;
+  if (steps && !bounds) return <Waiting title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page updates by itself." />;
   if (!view || !bounds) return <Reading what="the spans" />;
 
   const scene: Scene = {

@@ -30,15 +30,20 @@ export function alertMarks(alerts: readonly Alert[]): AlertMark[] {
     .sort((a, b) => a.time - b.time);
 }
 
-/** Returns from when to when servers were down; one that never came back, until `end`. */
-export function outages(marks: readonly AlertMark[], end: number): Outage[] {
+/** Returns from when to when servers were down: until one came back, an attempt started all anew (`starts`), or `end`. */
+export function outages(marks: readonly AlertMark[], starts: readonly number[], end: number): Outage[] {
   const found: Outage[] = [];
   const open = new Map<number, number>();
   const close = (server: number, to: number) => {
     if (open.has(server)) found.push({ server, from: open.get(server)!, to });
     open.delete(server);
   };
-  for (const { time, text } of marks) {
+  const events = [...marks, ...starts.map((time) => ({ time, text: null }))].sort((a, b) => a.time - b.time);
+  for (const { time, text } of events) {
+    if (text === null) {
+      for (const server of [...open.keys()]) close(server, time);
+      continue;
+    }
     const [, server, state] = /^server (\d+) (is down|is back|failed permanently)/.exec(text) ?? [];
     if (state === "is back") close(Number(server), time);
     else if (state && !open.has(Number(server))) open.set(Number(server), time);

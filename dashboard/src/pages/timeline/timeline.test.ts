@@ -221,12 +221,13 @@ test("keys go through the requests of a view by their start", () => {
   expect(nextRequest(all, 60, 70, "a", 1)).toBeNull();
 });
 
-test("a server is down from its report until it is back, or until the end", () => {
+test("a server is down from its report until it is back, the next attempt, or the end", () => {
   const alert = (title: string, time: number, level = "warning", kind = "server") => ({ title, text: "", time, first_time: null, step: 1, first_step: 1, level, kind }) as Alert;
   const alerts = [alert("server 2 is back with the current weights", 9, "info"), alert("server 2 is down: killed", 5), alert("gsm8k at version 3", 6, "info", "eval"), alert("server 0 failed permanently: no GPU", 7)];
   const marks = alertMarks(alerts);
   expect(marks.map((mark) => [mark.time, mark.quiet])).toEqual([[5, false], [7, false], [9, true]]);
-  expect(outages(marks, 20)).toEqual([{ server: 2, from: 5, to: 9 }, { server: 0, from: 7, to: 20 }]);
+  expect(outages(marks, [1], 20)).toEqual([{ server: 2, from: 5, to: 9 }, { server: 0, from: 7, to: 20 }]);
+  expect(outages(marks, [1, 8, 15], 20)).toEqual([{ server: 2, from: 5, to: 8 }, { server: 0, from: 7, to: 8 }]);
 });
 
 test("small parts share a last row, and the rows still add up", () => {
