@@ -257,7 +257,7 @@ def _accuracy(point: rules.EvalPoint) -> str:
 def _no_signal(history: History) -> list[dict[str, Any]]:
     values = finite(history.columns.get(rules.NO_SIGNAL, ()))
     share = statistics.fmean(values) if values else 0.0
-    text = f"{share:.0f} % of all groups had equal rewards: they were generated and taught nothing."
+    text = f"On average, {share:.0f} % of a step's groups had equal rewards: they were generated and taught nothing."
     return [_sentence(text, (rules.NO_SIGNAL,))] if share >= LEAST_NO_SIGNAL else []
 
 

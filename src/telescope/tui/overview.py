@@ -20,7 +20,7 @@ from telescope.dashboard.runs import eval_points, health_of, run_info
 from telescope.health import rules
 from telescope.health.rules import EvalPoint
 from telescope.tui.text import clock, number, safe
-from telescope.utils.text import single_line
+from telescope.utils.text import pluralize, single_line
 
 SPARK_COLUMNS = 32
 OTHER_COLUMNS = 68
@@ -101,7 +101,8 @@ def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
     """Returns a table with a row for each eval and health cell: newest value, curve and words."""
     columns = max(8, min(SPARK_COLUMNS, width - OTHER_COLUMNS))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, side in (("", "left"), ("last 10 steps", "right"), ("", "left"), ("", "left"), ("", "left")):
+    mean_of = f"last {pluralize(min(rules.WINDOW, found['health']['progress']['step']), 'step')}"
+    for name, side in (("", "left"), (mean_of, "right"), ("", "left"), ("", "left"), ("", "left")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     table.columns[3].width = columns
     for name, points in found["evals"].items():

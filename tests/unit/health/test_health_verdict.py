@@ -32,7 +32,9 @@ def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third(
     seen = history({rules.NO_SIGNAL: [45.5] * 60}, points)
     outcome, cost = verdict.verdict(seen, [], State("finished"))
     assert outcome["text"] == "countdown: 17.8 % (15.0 to 21.0) before training, 58.0 % after 60 steps."
-    assert cost["text"].startswith("46 % of all groups had equal rewards") and cost["metrics"] == [rules.NO_SIGNAL]
+    assert cost["text"].startswith("On average, 46 % of a step's groups had equal rewards") and cost["metrics"] == [
+        rules.NO_SIGNAL
+    ]
     (only, _) = verdict.verdict(history({rules.NO_SIGNAL: [0.0] * 60}, points[:1]), [], State("live"))
     assert only["text"] == "countdown: 17.8 % (15.0 to 21.0) before training."
 

@@ -192,7 +192,7 @@ async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_vi
         replay.write_step(2)
         replay.recorder.flush()
         async with open_view(tmp_path / "live") as view:
-            assert "3 of 50 steps" in view.text("#about")
+            assert "3 of 50 steps" in view.text("#about") and "last 3 steps" in view.text("#about")
             await view.press("4", "1")
             replay.write_step(3)
             line = {"level": "ERROR", "component": "x"}
