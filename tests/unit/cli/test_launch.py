@@ -135,7 +135,9 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         (["slurm", "--cpus-per-node", "0"], "--cpus-per-node is 0; set it to"),
         (["slurm", "--cpu-nodes", "-1"], "--cpu-nodes is -1; set it to"),
         (["kuberay", *KUBERAY, "--retries", "-1"], "--retries is -1; set it to"),
-        (["kuberay", *KUBERAY[:-1], "yes"], "--spot is 'yes'; kuberay needs the label"),
+        (["kuberay", *KUBERAY[:-1], "yes"], "--spot is 'yes'; kuberay needs a form such as KEY=VALUE"),
+        (["kuberay", *KUBERAY, "--memory", "64 GB"], "--memory is '64 GB'; kuberay needs a form such as 64Gi"),
+        (["slurm", "--time", "24h"], "--time is '24h'; slurm needs a form such as 24:00:00"),
         (["skypilot"], "move it below this folder"),
     ):
         with pytest.raises(ConfigError, match=words):
