@@ -1,7 +1,9 @@
 """`textarena:GAME`: games of the real package, by a scripted policy."""
 
+import asyncio
 import random
 import re
+import threading
 import time
 
 import pytest
@@ -108,8 +110,30 @@ async def test_a_game_that_takes_too_long_gives_nobody_a_reward():
         ("textarena:TicTacTo-v0", {}, "Did you mean 'TicTacToe-v0'"),
         ("textarena", {}, "has no game ''"),
         ("textarena:GuessTheNumber-v0", {"opponent": f"{__name__}:first_free"}, "has one player"),
+        (TIC_TAC_TOE, {"opponent": "nowhere:plays"}, "the opponent 'nowhere:plays' cannot be imported"),
     ],
 )
 def test_a_game_that_cannot_be_played_says_why_before_a_run(name, kwargs, message):
     with pytest.raises(UserError, match=message):
         len(get_environment(name, **kwargs))
+
+
+def slow(seen: str) -> str:
+    SEEN.append(threading.current_thread() is threading.main_thread())
+    return first_free(seen)
+
+
+async def asks(seen: str) -> str:
+    await asyncio.sleep(0)
+    return first_free(seen)
+
+
+SEEN: list[bool] = []
+
+
+@pytest.mark.parametrize("opponent", [f"{__name__}:slow", f"{__file__}:asks"])
+async def test_an_opponent_is_async_or_does_not_block_the_event_loop(opponent):
+    SEEN.clear()
+    policy = Policy(**{"": ["[8]", "[7]", "[6]"]})
+    _, result = await play(make(TIC_TAC_TOE, opponent=opponent, seed=4), policy)
+    assert result.total_reward == 1.0 and not any(SEEN)

@@ -6,14 +6,15 @@ Games draw from Python's shared random numbers; each rollout has its own random 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import pkgutil
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, shares
 from telescope.environments.context import Chat, RefusedCall, RolloutContext
+from telescope.environments.user_code import load_function, maybe_await
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
@@ -27,9 +28,9 @@ class TextArena(Environment):
     Item i is the game with the seed `seed` + i. `players` is by default the fewest that the game takes, and `options`
     are those of the game. One player has one conversation. With several the policy plays all of them, in conversations
     `player 0`, `player 1`, ... with the rewards that the game gives (self-play); the rollout's own is the first
-    player's. An `opponent`, `package.module:function` from what it sees to its action, runs in a thread and plays all
-    players but one, and that one changes from item to item. A game that takes over `max_turns` actions ends without a
-    reward. An answer that does not fit the context is an empty action.
+    player's. An `opponent`, `package.module:function` or `file.py:function` from what it sees to its action, plays all
+    players but one, and that one changes from item to item. It is async, or runs in a thread. A game that takes over
+    `max_turns` actions ends without a reward. An answer that does not fit the context is an empty action.
     """
 
     task = ""
@@ -45,7 +46,9 @@ class TextArena(Environment):
     ) -> None:
         super().__init__(**kwargs)
         self.max_turns, self.players, self.options = max_turns, players or 0, options or {}
-        self.opponent: Callable[[str], str] | None = pkgutil.resolve_name(opponent) if opponent else None
+        self.opponent: Callable[[str], Any] | None = None
+        if opponent:
+            self.opponent = load_function(opponent, "textarena: the opponent")
 
     def load_dataset(self, num_samples: int = -1, size: int = 1000, seed: int = 0, **_: Any) -> list[Sample]:
         """Returns one item per seed, with the first player's observation."""
@@ -82,7 +85,7 @@ class TextArena(Environment):
             if player in chats:
                 game.act(await _answer(chats[player], histories[player], seen))
             elif self.opponent is not None:
-                game.act(self.opponent(seen))
+                game.act(await maybe_await(await asyncio.to_thread(self.opponent, seen)))
         for player, chat in chats.items():
             chat.reward = game.rewards.get(player, 0.0)
         reward = game.rewards.get(own[0], 0.0)
