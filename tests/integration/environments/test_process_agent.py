@@ -1,14 +1,18 @@
 """Environments in a process of their own, by a bridge that uses the standard library alone."""
 
 import asyncio
+import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -192,6 +196,106 @@ def test_bridges_that_ship_are_found_by_their_names(name):
     cls = environment_class(name)
     assert issubclass(cls, ProcessAgent)
     assert (cls.task, cls.bridge.is_file()) == (name.partition(":")[2], True)
+
+
+class Server:
+    """An OpenEnv server with one session, whose actions are numbers; each is its own reward."""
+
+    num_open = 0
+
+    def __init__(self, base_url: str) -> None:
+        assert base_url == "http://here"
+        self.is_open = False
+
+    async def connect(self) -> None:
+        self.is_open = Server.num_open == 0
+        Server.num_open += self.is_open
+
+    async def disconnect(self, *_: object) -> None:
+        Server.num_open -= self.is_open
+        self.is_open = False
+
+    async def __aenter__(self) -> "Server":
+        await self.connect()
+        return self
+
+    __aexit__ = disconnect
+
+    async def reset(self, seed: int) -> Any:
+        if not self.is_open:
+            raise RuntimeError("Server error: Server at capacity (code: CAPACITY_REACHED)")
+        return SimpleNamespace(observation={"seed": seed}, done=False, reward=0.0)
+
+    async def step(self, action: dict[str, Any]) -> Any:
+        if not isinstance(action["number"], int):
+            raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
+        return SimpleNamespace(observation={}, done=True, reward=action["number"])
+
+
+class Model:
+    """A client whose model answers by the first observation."""
+
+    def __init__(self, **_: Any) -> None:
+        self.chat = SimpleNamespace(completions=self)
+
+    async def __aenter__(self) -> "Model":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def create(self, messages: list[Any], model: str) -> Any:
+        await asyncio.sleep(0)
+        answer = SimpleNamespace(content=model, model_dump=lambda **_: {"role": "assistant", "content": model})
+        return SimpleNamespace(choices=[SimpleNamespace(message=answer)])
+
+
+@pytest.fixture
+def openenv(monkeypatch) -> Callable[..., Any]:
+    core, client = ModuleType("openenv.core"), ModuleType("openai")
+    vars(core)["GenericEnvClient"] = Server
+    vars(client).update(AsyncOpenAI=Model, BadRequestError=ValueError)
+    for module in (ModuleType("openenv"), core, client):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    opened = runpy.run_path(str(environment_class("openenv:http://here").bridge))["opened"]
+    opened.__globals__["CAPACITY_SECONDS"] = 0.001
+    return opened
+
+
+async def test_episodes_of_a_server_wait_for_its_only_session(openenv):
+    async with openenv("http://here/", {"num_tasks": 3, "action_field": "number"}) as (tasks, play):
+        requests = [{"task": task["id"], "model": '{"number": 2}', "base_url": "", "api_key": ""} for task in tasks]
+        assert [result["reward"] for result in await asyncio.gather(*map(play, requests))] == [2, 2, 2]
+
+
+async def test_an_action_that_a_server_refuses_ends_the_episode_with_its_reward(openenv):
+    async with openenv("http://here", {"num_tasks": 1, "action_field": "number"}) as (_, play):
+        result = await play({"task": 0, "model": "seven", "base_url": "", "api_key": ""})
+    assert result == {"reward": 0.0, "metrics": {"num_turns": 1, "finished": 0.0}}
+
+
+async def test_a_misspelled_option_of_openenv_is_refused(openenv):
+    with pytest.raises(ValueError, match="options has max_turn; it takes action_field, max_turns"):
+        async with openenv("http://here", {"max_turn": 3}):
+            pass
+
+
+async def test_an_endless_taskset_of_verifiers_needs_a_number_of_tasks(monkeypatch):
+    class Endless:
+        bounded = False
+        take = staticmethod(lambda count: [SimpleNamespace(data=SimpleNamespace(prompt_text="Hi", name=""))] * count)
+
+    loaders, v1 = ModuleType("verifiers.v1.utils.loaders"), ModuleType("verifiers.v1")
+    made = SimpleNamespace(taskset=Endless(), serving=contextlib.AsyncExitStack)
+    vars(loaders).update(load_environment=lambda _: made, resolve_env_config=lambda block: block)
+    for module in (ModuleType("verifiers"), v1, ModuleType("verifiers.v1.utils"), loaders):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["verifiers"], "v1", v1, raising=False)
+    opened = runpy.run_path(str(environment_class("verifiers:words").bridge))["opened"]
+    with pytest.raises(ValueError, match="never ends: set num_tasks"):
+        async with opened("words", {}):
+            pass
+    async with opened("words", {"num_tasks": 2}) as (tasks, _):
+        assert [task["id"] for task in tasks] == [0, 1]
 
 
 async def gone(pids) -> None:

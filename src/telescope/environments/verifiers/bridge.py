@@ -13,9 +13,12 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 async def opened(name: str, options: dict[str, Any]) -> AsyncIterator[tuple[list[dict[str, Any]], Any]]:
     """Loads the taskset and its environment."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    most = options.pop("num_tasks", None)
     block = {"agent": agent, **options, "taskset": {**options.get("taskset", {}), "id": name}}
     environment = load_environment(resolve_env_config(block))
-    tasks = list(environment.taskset)
+    if most is None and not environment.taskset.bounded:
+        raise ValueError(f"the taskset {name} never ends: set num_tasks in options")
+    tasks = list(environment.taskset if most is None else environment.taskset.take(most))
 
     async def play(request: dict[str, Any]) -> dict[str, Any]:
         variable = f"TELESCOPE_KEY_{request['id']}"  # verifiers reads keys from environment variables

@@ -11,8 +11,9 @@ class Verifiers(ProcessAgent):
     """A taskset of verifiers 0.4, named after a colon: `verifiers:my-taskset`.
 
     `command` starts a Python that has verifiers and the taskset. `options` are verifiers' own `[env]` block, such as
-    `{taskset: {num_tasks: 100}, agent: {max_turns: 5}}`; by default the agent has the harness `null`, and runs beside
-    the bridge (`uv` must be installed). The reward and the metrics are the mean over the episode's agents.
+    `{taskset: {split: train}, agent: {max_turns: 5}}`, and `num_tasks`, how many tasks to take. By default the agent
+    has the harness `null`, and runs beside the bridge (`uv` must be installed). The reward and the metrics are the mean
+    over the episode's agents.
     """
 
     bridge = Path(__file__).with_name("bridge.py")
