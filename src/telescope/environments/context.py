@@ -27,6 +27,7 @@ from telescope.environments.base import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
 from telescope.sandbox.base import ExecResult
+from telescope.utils.process import describe_exit
 
 MODEL = "policy"
 """Name of the policy at the endpoint."""
@@ -322,7 +323,7 @@ class RolloutContext(Chat):
                 os.killpg(process.pid, signal.SIGKILL)
         errors = stderr.decode("utf-8", "replace")
         if process.returncode:
-            self.program_error = f"{command[0]} exited with code {process.returncode}: {errors.strip()[-200:]}"
+            self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"
         return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), errors)
 
     async def sandbox(self, image: str | None = None) -> Any:

@@ -152,7 +152,7 @@ def test_a_program_that_fails_without_a_call_is_named_with_its_output(capsys, tm
         return RewardResult(0.0)
 """
     code, _, err = check(capsys, "own", *write(tmp_path, failing))
-    assert code == 1 and "python3 exited with code 2: " in err and "missing.py" in err
+    assert code == 1 and "python3 ended with exit code 2: " in err and "missing.py" in err
 
 
 def test_forks_of_an_agent_are_shown_with_their_cause(capsys, tmp_path):
