@@ -220,13 +220,13 @@ def _is_of_package(file: Path) -> bool:
 
 def error_text(error: BaseException) -> str:
     """Returns `Type: message` as UTF-8 text of limited length. An exception group is shown by its first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     name = type(error).__name__
     try:
         message = str(error)
     except Exception as worse:
         message = f"(its __str__ raises {type(worse).__name__})"
-    if isinstance(error, BaseExceptionGroup):
-        message = f"{message}, first {error_text(error.exceptions[0])}"
     text = f"{name}: {message}" if message else name
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters in all)"
