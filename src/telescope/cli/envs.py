@@ -17,8 +17,8 @@ from rich.text import Text
 import telescope.environments
 from telescope.cli.main import CommandParser
 from telescope.config.yaml_file import parse_yaml_value
-from telescope.environments.arguments import constructor_arguments, dataset_arguments
-from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, SingleTurnEnvironment, is_agent
+from telescope.environments.arguments import known_arguments
+from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
 from telescope.environments.local_rollout import (
     API_KEY_VARIABLE,
     Answer,
@@ -273,8 +273,7 @@ def _kind(cls: type[Environment]) -> str:
 
 def _arguments(cls: type[Environment]) -> dict[str, str]:
     """Returns the names of the environment's arguments, with ` = default` for plain values."""
-    known = constructor_arguments(cls, Environment) | dataset_arguments(cls, Environment)
-    defaults = dict.fromkeys(known, "") | ({"tools": " = None"} if issubclass(cls, SingleTurnEnvironment) else {})
+    defaults = dict.fromkeys(known := known_arguments(cls, Environment), "")
     for owner in reversed(cls.__mro__):
         for method in ("load_dataset", "__init__"):
             function = vars(owner).get(method)

@@ -34,8 +34,9 @@ def dataset_arguments(cls: type, root: type) -> set[str]:
 
 
 def known_arguments(cls: type, root: type) -> set[str]:
-    """Returns the names that the constructor, `load_dataset` or the constructor of `root` takes."""
-    return constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
+    """Returns the names that the constructor, `load_dataset`, the constructor of `root` or `make_environment` takes."""
+    own = constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
+    return own | getattr(cls, "arguments_of_registry", set())
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:

@@ -329,6 +329,8 @@ class SingleTurnEnvironment(Environment):
     prompt and not of the completion that is scored.
     """
 
+    arguments_of_registry: ClassVar[frozenset[str]] = frozenset({"tools"})
+    """Arguments that `make_environment` takes: with tools it makes a `ToolEnvironment` of the class."""
     system_prompt: str | None = None
     instruction_prompt: str | None = None
 

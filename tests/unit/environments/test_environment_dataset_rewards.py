@@ -140,6 +140,7 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),
         ({"tools": ["nowhere:tool"]}, "the tool 'nowhere:tool' cannot be imported"),
         ({"tools": "agents.py:look_up"}, r"write a list: tools: \[agents.py:look_up\]"),
+        ({"tools": {"mcp": "server"}}, r"write a list: tools: \[\{'mcp': 'server'\}\]"),
         ({"tool": ["agents.py:look_up"]}, "no keyword argument 'tool'. Did you mean 'tools'"),
         ({"tools": ["shel"]}, "there is no tool 'shel'; use shell or sandbox_python"),
     ],
