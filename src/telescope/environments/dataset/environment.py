@@ -22,7 +22,7 @@ from telescope.environments.dataset.rows import (
     choose_columns,
     list_columns,
     read_criteria,
-    read_prompt,
+    read_row,
     value_of,
 )
 from telescope.environments.hub import hub_rows
@@ -81,7 +81,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         rollout: str | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(kwargs, known_arguments(type(self), Environment) | {"tools"}, "The environment 'dataset'")
+        refuse_unknown(kwargs, known_arguments(type(self), Environment), "The environment 'dataset'")
         rewards = [reward] if isinstance(reward, str) else list(reward)
         named = [name for name in rewards if ":" not in name and name not in ("judge", "code")]
         if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
@@ -147,7 +147,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         path: str | None = None,
         subset: str | None = None,
         split: str | None = None,
-        prompt: str | None = None,
+        prompt: str | list[str] | None = None,
         answer: str | None = None,
         tests: str | None = None,
         seed: int | None = None,
@@ -160,7 +160,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             raise UserError(f"dataset: {path} (split {split or 'train'!r}) is empty. Give a dataset with rows.")
         columns = list_columns(rows)
         needs = {"needs_answer": self._needs_answer, "needs_tests": self._code is not None}
-        form, prompt, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
+        form, prompts, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
         criteria = self.criteria if self._judges and isinstance(self.criteria, str) else ""
@@ -170,17 +170,19 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         is_final = self.compares != "math" and form != GSM8K
         samples: list[Sample] = []
         unusable: list[str] = []
-        answers = f"answer in {answer!r}" if answer else "no column of answers"
+        columns_used = f"prompt in {', '.join(map(repr, prompts))}, " + (
+            f"answer in {answer!r}" if answer else "no column of answers"
+        )
         for number, row in enumerate(rows):
             try:
-                messages = read_prompt(value_of(row, prompt))
-                golds = math_problems.read_golds(value_of(row, answer), is_final=is_final) if answer else []
+                messages, gold = read_row(row, prompts, answer)
+                golds = math_problems.read_golds(gold, is_final=is_final)
                 _refuse_surrogates([messages, golds])
                 if self._judges:
                     self._criteria_of(row)
                 row = row | self._read_tests(row, tests, number)
             except (ValueError, UserError) as error:
-                unusable.append(f"row {number} (prompt in {prompt!r}, {answers}): {error}")
+                unusable.append(f"row {number} ({columns_used}): {error}")
                 continue
             sample = math_problems.make_sample(messages, golds if golds or self._needs_answer else [""], row)
             if sample is not None:
@@ -193,7 +195,10 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self.instruction_prompt = None
         extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
         rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
-        columns_used = f"prompt in {prompt!r}, {answers}, reward {rewards}."
+        columns_used += f", reward {rewards}."
+        used = {name.partition(".")[0] for name in (*prompts, answer, tests) if name}
+        if others := [column for column in columns if column not in used]:
+            columns_used += f" Other columns: {', '.join(others)}."
         if num_empty := len(rows) - len(samples) - len(unusable):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
         if unusable:

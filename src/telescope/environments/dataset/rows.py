@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from telescope.environments.base import ChatMessage
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
-PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations")
+CHOICES = ("choices", "options")
 ANSWERS = (
     "reward_model.ground_truth",
     "answer",
@@ -21,11 +23,56 @@ ANSWERS = (
     "expected_answer",
     "solution",
     "target",
+    "output",
+    "answerKey",
 )
 TESTS = ("tests", "info", "input_output", "reward_model.ground_truth", "ground_truth")
 GSM8K = "rows of GSM8K"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) -> tuple[str | list[ChatMessage], Any]:
+    """Returns a row's prompt and its gold. Several columns of a prompt are joined with blank lines.
+
+    If prompt and answer are one column, a conversation, its last message is the gold. Choices get letters, and a gold
+    that is the letter, the position or the text of a choice becomes its letter and its text. Raises `ValueError`.
+    """
+    gold = None if answer is None else value_of(row, answer)
+    if columns == [answer]:
+        conversation = _read_messages(gold)
+        if not isinstance(conversation, list) or conversation[-1:] == [] or conversation[-1]["role"] != "assistant":
+            raise ValueError("it does not end with an assistant's message, the answer. Set answer to a column")
+        return _answerable(conversation[:-1]), conversation[-1]["content"]
+    if len(columns) == 1:
+        return read_prompt(value_of(row, columns[0])), gold
+    texts: list[str] = []
+    for column in columns:
+        value = value_of(row, column)
+        if choices := _read_choices(value):
+            if not all(text in "".join(texts) for text in choices.values()):
+                texts.append("\n".join(f"{letter}. {text}" for letter, text in choices.items()))
+            named = str(gold)
+            if isinstance(gold, int | float) and 0 <= gold < len(choices) and named not in choices:
+                named = list(choices)[int(gold)]
+            letter = next((letter for letter, text in choices.items() if named in (letter, text)), None)
+            gold = gold if letter is None else [letter, choices[letter]]
+        elif isinstance(text := read_prompt(value), str):
+            texts.append(text)
+        else:
+            raise ValueError(f"messages in {column!r} cannot be joined with other columns. Set prompt to one column")
+    return "\n\n".join(filter(None, texts)), gold
+
+
+def _read_choices(value: Any) -> dict[str, str]:
+    """Returns the choices in a list, an object of letters and texts, or ARC's `{text: [...], label: [...]}`."""
+    if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
+        value = dict(zip(value["label"], value["text"], strict=False))
+    elif isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+        value = dict(zip(string.ascii_uppercase, value, strict=False))
+    if not isinstance(value, dict) or {"role", "from"} & value.keys():
+        return {}
+    return {str(letter): str(text) for letter, text in value.items() if text is not None}
 
 
 def read_prompt(value: Any) -> str | list[ChatMessage]:
@@ -34,13 +81,20 @@ def read_prompt(value: Any) -> str | list[ChatMessage]:
     Messages may also be written as text (JSON, or a Python literal), as one object, or in the form of ShareGPT. Raises
     `ValueError`, whose text has the problem and the fix, for messages that no model can answer.
     """
+    return _answerable(_read_messages(value))
+
+
+def _read_messages(value: Any) -> str | list[ChatMessage]:
     value = value.decode() if isinstance(value, bytes) else value
     if isinstance(value, str):
         value = _written_messages(value.strip()) or value
     if not isinstance(value, list | dict):
         return "" if value is None or not str(value).strip() else str(value)
-    messages = [_read_message(message) for message in (value if isinstance(value, list) else [value])]
-    if messages and messages[-1]["role"] not in ("user", "tool"):
+    return [_read_message(message) for message in (value if isinstance(value, list) else [value])]
+
+
+def _answerable(messages: str | list[ChatMessage]) -> str | list[ChatMessage]:
+    if isinstance(messages, list) and messages and messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"its last message is of the role {messages[-1]['role']!r}. End it with the user's message, and keep the "
             "answer in a column of its own"
@@ -124,13 +178,13 @@ def choose_columns(
     path: str,
     rows: Sequence[dict[str, Any]],
     columns: list[str],
-    prompt: str | None,
+    prompt: str | list[str] | None,
     answer: str | None,
     *,
     needs_answer: bool,
     tests: str | None = None,
     needs_tests: bool = False,
-) -> tuple[str, str, str | None, str | None]:
+) -> tuple[str, list[str], str | None, str | None]:
     """Returns the recognized format of the rows, and the columns of the prompt, the answer and the tests.
 
     Raises `UserError` with the existing columns.
@@ -140,15 +194,21 @@ def choose_columns(
     def has(column: str) -> bool:
         return any(value_of(row, column) is not None for row in rows)
 
-    for name, column in (("prompt", prompt), ("answer", answer), ("tests", tests)):
+    named = [prompt] if isinstance(prompt, str) else prompt or []
+    for name, column in (*(("prompt", column) for column in named), ("answer", answer), ("tests", tests)):
         if column is not None and not has(column):
             raise UserError(
                 f"dataset: {path} has no column {column!r} ({name}).{did_you_mean(column, columns)} {it_has}"
             )
-    chosen = prompt or next(filter(has, PROMPTS), None)
-    if chosen is None:
+    chosen = named or [*filter(has, PROMPTS)][:1]
+    if not chosen:
         raise UserError(f"dataset: {path} has no prompt ({', '.join(PROMPTS)}). {it_has} Set prompt to a column.")
+    if not named and isinstance(value_of(rows[0], chosen[0]), str):
+        chosen += ["input"] if chosen == ["instruction"] and has("input") else []
+        chosen += [column for column in CHOICES if _read_choices(value_of(rows[0], column))][:1]
     gold = answer or next(filter(has, ANSWERS), None)
+    if gold is None and needs_answer and chosen[0] in ("messages", "conversations"):
+        gold = chosen[0]
     if gold is None and needs_answer:
         raise UserError(
             f"dataset: {path} has no answer ({', '.join(ANSWERS)}). {it_has} Set answer to a column, or reward to a "
@@ -157,8 +217,8 @@ def choose_columns(
     tests = (tests or next(filter(has, TESTS), None)) if needs_tests else None
     if needs_tests and tests is None:
         raise UserError(f"dataset: {path} has no tests ({', '.join(TESTS)}). {it_has} Set tests to a column.")
-    form = "rows of TRL" if chosen == "prompt" else "questions with answers" if gold else "prompts"
-    if (chosen, gold) == ("question", "answer") and "####" in str(value_of(rows[0], "answer")):
+    form = "rows of TRL" if chosen == ["prompt"] else "questions with answers" if gold else "prompts"
+    if (chosen, gold) == (["question"], "answer") and "####" in str(value_of(rows[0], "answer")):
         form = GSM8K
     elif prompt or answer:
         form = "rows of these columns"
