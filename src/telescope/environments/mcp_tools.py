@@ -43,7 +43,9 @@ class McpTools(ToolEnvironment):
         self._servers: list[Server] = []
         for spec in (tool for tool in tools or () if isinstance(tool, Mapping)):
             refuse_unknown(spec, {"mcp", "include"}, "A tool of an MCP server")
-            self._servers.append(server := Server(str(spec.get("mcp", ""))))
+            if not isinstance(address := spec.get("mcp"), str) or not address.strip():
+                raise UserError(f"The tool {dict(spec)!r} names no MCP server. Write mcp: COMMAND, or mcp: URL.")
+            self._servers.append(server := Server(address))
             for tool in server.load_tools(spec.get("include"), taken):
                 taken.add(tool.name)
                 made.append(tool)
@@ -92,13 +94,13 @@ class Server:
         """Lists the tools over a separate connection. Raises `UserError`."""
 
         async def load() -> tuple[str, dict[str, Any]]:
-            listed: list[Any] = []
-            cursor = None
             try:
                 client = await self.client()
-                while not listed or cursor:
-                    page = await client.list_tools(cursor=cursor)
-                    listed, cursor = [*listed, *page.tools], page.next_cursor
+                page = await client.list_tools()
+                listed = list(page.tools)
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    listed += page.tools
                 return client.server_info.name if client.server_info else "mcp", {tool.name: tool for tool in listed}
             finally:
                 await self.close()
@@ -107,6 +109,8 @@ class Server:
             prefix, known = run_sync(load())  # in another thread, because this one may run an event loop
         except Exception as error:
             raise UserError(f"{self._failure(error)}. Start it by hand to see why.") from error
+        if not known:
+            raise UserError(f"The MCP server {self.address!r} has no tools. Leave it out.")
         if missing := [name for name in include or () if name not in known]:
             raise UserError(f"The MCP server {self.address!r} has no tool {missing[0]!r}. It has: {', '.join(known)}.")
         names = {name: re.sub(r"\W|^(?=\d)", "_", name) for name in include or known}

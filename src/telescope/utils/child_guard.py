@@ -80,7 +80,11 @@ def main(argv: list[str]) -> int:
         if os.getppid() != shim:
             os._exit(1)  # the shim was killed before this call
 
-    child = subprocess.Popen(command, env=environment, preexec_fn=end_with_shim)
+    try:
+        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_shim)
+    except OSError as error:
+        sys.stderr.write(f"telescope: {error}\n")  # names the program
+        return 127
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -107,6 +107,21 @@ async def test_a_started_server_serves_its_tools_for_as_long_as_the_resources_ar
     assert not psutil.pid_exists(int(pid))
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"mcp": ""}, "names no MCP server. Write mcp: COMMAND"),
+        ({"include": ["add"]}, "names no MCP server"),
+        ({"mcp": "no_such_program"}, "failed: MCPError: Connection closed"),
+        ({"mcp": f"{sys.executable} -c 'from mcp.server import mcpserver as m; m.MCPServer(str()).run()'"}, "no tools"),
+    ],
+)  # fmt: skip
+def test_a_server_without_an_address_a_program_or_tools_is_refused(spec, message, capfd):
+    with pytest.raises(UserError, match=message):
+        make(spec)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def test_a_server_that_exits_masks_the_sample_and_is_started_again(command):
     with pytest.raises(UserError, match=r"no tool 'div'.*add, read-file"):
         make({"mcp": command, "include": ["div"]})
