@@ -76,8 +76,9 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     files = {
         "instruction.md": "Say hello in out.txt.",
         "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\n',
-        "environment/Dockerfile": "FROM debian\nENV NAME=Ada\nWORKDIR /srv/work\n"
-        "COPY data/ in/\nRUN echo $NAME \\\n  > name\n",
+        "environment/Dockerfile": 'FROM debian\nARG FIRST=A\nENV NAME="${FIRST}da" PATH=/opt:$PATH\nWORKDIR /srv/work\n'
+        'COPY gree* .\nRUN ["mkdir", "in"]\nCOPY data/ in/\nRUN echo $NAME \\\n  > name\n',
+        "environment/greetings": "",
         "environment/data/greeting": "hello",
         "tests/test.sh": '[ "$(cat out.txt)" = "hello Ada" ] && echo 0.75 > /logs/verifier/reward.txt',
         "solution/solve.sh": 'echo "$(cat in/greeting) $(cat name)" > out.txt',
@@ -90,7 +91,7 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
 
     async def run():
         async with ready("terminal_tasks", tasks=str(tmp_path), provider="local") as environment:
-            look = "pwd; cat in/greeting name; test -x in/greeting && echo $NAME"
+            look = "pwd; cat greetings in/greeting name; test -x in/greeting && echo $NAME"
             solved, replies = await attempt(environment, 0, look, files["solution/solve.sh"])
             forge = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
             forged, _ = await attempt(environment, 0, forge)
@@ -122,12 +123,22 @@ def test_a_verdict_that_the_model_left_does_not_count(trick):
     assert result.total_reward == 0.0
 
 
-@pytest.mark.parametrize(("written", "reward"), [("1e9", 1.0), ("nan", 0.0), ("-inf", 0.0), ("good", 0.0)])
-def test_a_reward_of_a_task_is_from_0_to_1(tmp_path, written, reward):
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        *((f"echo {written} > /logs/verifier/reward.txt", reward)
+          for written, reward in (("1e9", 1.0), ("nan", 0.0), ("-inf", 0.0), ("good", 0.0))),
+        *((f"echo '{written}' > /logs/verifier/reward.json", reward)
+          for written, reward in (('{"reward": 0.5, "n": 9}', 0.5), ('{"a": 1, "b": 0}', 0.5), ("{}", 0.0))),
+        ("test -e solved && echo 1 > /logs/verifier/reward.txt; exit 0", 0.0),
+        ("exit 0", 1.0),
+    ],
+)  # fmt: skip
+def test_a_reward_of_a_task_is_from_0_to_1_and_0_where_the_tests_wrote_none(tmp_path, script, reward):
     (tmp_path / "tests").mkdir()
     (tmp_path / "task.toml").write_text("")
     (tmp_path / "instruction.md").write_text("Nothing.")
-    (tmp_path / "tests" / "test.sh").write_text(f"echo {written} > /logs/verifier/reward.txt")
+    (tmp_path / "tests" / "test.sh").write_text(script)
 
     async def run():
         async with ready("terminal_tasks", tasks=str(tmp_path)) as environment:
@@ -143,6 +154,24 @@ def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
     (tmp_path / "one" / "task.toml").write_text("")
     with pytest.raises(UserError, match=r"'one' has no instruction.md"):
         len(get_environment("terminal_tasks", tasks=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("FROM", "index out of range"), ('ENV A="b', "No closing quotation"), ("COPY no* /app/", "has no no*"),
+        ("RUN <<EOF", "need a build"), ("COPY --from=build /x /y", "need a build"), ("RUN [echo]", "Expecting value"),
+    ],
+)  # fmt: skip
+def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path, line, problem):
+    for name, text in {"task.toml": "", "instruction.md": "Go.", "tests/test.sh": "exit 0"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / "Dockerfile").write_text(f"FROM debian\n{line}\n")
+    with pytest.raises(UserError) as raised:
+        len(get_environment("terminal_tasks", tasks=str(tmp_path)))
+    assert repr(line) in str(raised.value) and problem in str(raised.value)
 
 
 @pytest.fixture

@@ -1,14 +1,15 @@
 """Tasks for a terminal: the model works in a sandbox with the tool `shell` until it is done, then tests run there.
 
 Tasks are folders in harbor's format (`tasks`), or the twenty that ship with Telescope. The tests are uploaded after the
-last answer. `tests/test.sh` writes a reward to `/logs/verifier/reward.txt`. If it does not, exit code 0 means a reward
-of 1.
+last answer. `tests/test.sh` writes a reward to `/logs/verifier/reward.txt` or `reward.json`. If it names neither, exit
+code 0 means a reward of 1.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import random
 import shlex
 from pathlib import PurePosixPath
@@ -28,7 +29,7 @@ SYSTEM_PROMPT = (
     "the task is done, say so without calling the tool."
 )
 SETUP_SECONDS = 300.0
-REWARD_FILE = "/logs/verifier/reward.txt"
+REWARD_FILES = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
 
 
 class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
@@ -103,7 +104,10 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
                 continue
             done = await self.run_in(handle, task, step, SETUP_SECONDS)
             if done.exit_code:
-                raise SandboxError(f"the task {task.name!r} cannot be set up: {done.stderr[-500:]}")
+                raise SandboxError(
+                    f"the task {task.name!r} cannot be set up: {step[-200:]!r} ended with exit code {done.exit_code}: "
+                    f"{(done.stderr or done.stdout)[-500:]}"
+                )
 
     def working_dir_of(self, state: RolloutState) -> str:
         return self.task_of(state).working_dir
@@ -125,10 +129,11 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
 
     async def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
         task, handle = self.task_of(state), await self.sandbox_of(state)
-        folder = PurePosixPath(REWARD_FILE).parent
+        folder = PurePosixPath(REWARD_FILES[0]).parent
         # Files that the model created there and protected from removal must not replace the tests.
         clean = f"chmod -R u+rwX /tests {folder}; chmod u+rwx / /logs; rm -rf /tests {folder} && mkdir -p {folder}"
-        writes_reward = any(b"reward" in content for content in task.tests.values())
+        tests = b"".join(task.tests.values())
+        named = [file for file in REWARD_FILES if PurePosixPath(file).name.encode() in tests]
         timed_out, reward = False, 0.0
         try:
             done = await self.run_in(handle, task, clean, SETUP_SECONDS)
@@ -136,11 +141,9 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
                 await self.upload(handle, task.tests)
                 done = await self.run_in(handle, task, "bash /tests/test.sh", task.verifier_seconds)
                 reward = float(done.exit_code == 0)
-                written = await self.run_in(handle, task, f"cat {REWARD_FILE}", SETUP_SECONDS)
-                if written.exit_code == 0 and writes_reward:
-                    reward = 0.0
-                    with contextlib.suppress(ValueError):
-                        reward = min(1.0, max(0.0, float(written.stdout)))  # NaN becomes 0
+                if named:  # then the exit code is not the verdict
+                    written = await self.run_in(handle, task, " || ".join(map("cat {}".format, named)), SETUP_SECONDS)
+                    reward = _read_reward(written.stdout)
             output = f"exit code {done.exit_code}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         except SandboxCommandTimeoutError as error:  # something that the model left there is slow or hangs
             timed_out, output = True, str(error)
@@ -155,3 +158,13 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
             info_turns=[{"turn_order": 0, "info_key": "tests", "info_value": output, "info_type": "text"}],
             sample_tags={"task": task.name, "difficulty": task.difficulty},
         )
+
+
+def _read_reward(text: str) -> float:
+    """Returns the reward in a number, or in harbor's JSON object: `reward`, or else the mean. 0 if there is none."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, ZeroDivisionError):
+        if not text.lstrip().startswith("{"):
+            return min(1.0, max(0.0, float(text)))  # NaN becomes 0
+        rewards: dict[str, float] = json.loads(text)
+        return min(1.0, max(0.0, float(rewards.get("reward", sum(rewards.values()) / len(rewards)))))
+    return 0.0

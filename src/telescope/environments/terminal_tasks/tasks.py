@@ -7,6 +7,8 @@ Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is o
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 import re
 import shlex
@@ -67,8 +69,8 @@ def read_tasks(folder: str) -> list[Task]:
 
 def _read_task(folder: Path) -> Task:
     for needed in ("instruction.md", "tests/test.sh"):
-        if not (folder / needed).is_file():
-            raise UserError(f"terminal_tasks: the task {folder.name!r} has no {needed}.")
+        if not (folder / needed).is_file() or not (folder / needed).stat().st_size:
+            raise UserError(f"terminal_tasks: the task {folder.name!r} has no {needed}, or an empty one.")
     try:
         table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         seconds = float(table.get("verifier", {}).get("timeout_sec", 60.0))
@@ -79,7 +81,16 @@ def _read_task(folder: Path) -> Task:
     task.tests, task.solution = _files(folder / "tests", "/tests"), _files(folder / "solution", "/solution")
     environment = folder / "environment"
     if (environment / "Dockerfile").is_file():
-        _read_dockerfile(task, environment)
+        task.working_dir = "/"
+        text = re.sub(r"^\s*#.*\n", "", (environment / "Dockerfile").read_text("utf-8"), flags=re.M)
+        for line in map(str.strip, re.sub(r"\\\n", " ", text).splitlines()):
+            try:
+                _carry_out(task, environment, line)
+            except (ValueError, IndexError) as error:
+                raise UserError(
+                    f"terminal_tasks: {line[:80]!r} in the Dockerfile of the task {folder.name!r} cannot be carried "
+                    f"out: {error}. Write it with FROM, WORKDIR, ENV, COPY, ADD and RUN, in one stage."
+                ) from error
     else:
         task.set_up += _upload(environment, APP)
         if (environment / "setup.sh").is_file():
@@ -88,31 +99,37 @@ def _read_task(folder: Path) -> Task:
     return task
 
 
-def _read_dockerfile(task: Task, folder: Path) -> None:
-    text = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", (folder / "Dockerfile").read_text("utf-8"), flags=re.M))
-    task.working_dir = "/"
-    for line in text.splitlines():
-        keyword, _, rest = line.strip().partition(" ")
-        words = shlex.split(rest) if keyword.upper() in ("FROM", "WORKDIR", "COPY", "ADD", "ENV") else []
-        words = [word for word in words if not word.startswith("--")]
-        match keyword.upper():
-            case "FROM":
-                task.image = words[0]
-            case "WORKDIR":
-                task.working_dir = str(PurePosixPath(task.working_dir) / words[0])
-            case "ENV":
-                pairs = words if "=" in words[0] else [f"{words[0]}={' '.join(words[1:])}"]
-                task.exports += "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
-            case "COPY" | "ADD":
-                *sources, target = words
-                place = str(PurePosixPath(task.working_dir) / target) + "/" * target.endswith(("/", "."))
-                for source in sources:
-                    many = len(sources) > 1 or (folder / source).is_dir() or place.endswith("/")
-                    name = "" if not many or (folder / source).is_dir() else f"/{Path(source).name}"
-                    task.set_up += _upload(folder / source, place.rstrip("/") + name)
-            case "RUN":
-                place = shlex.quote(task.working_dir)
-                task.set_up.append(f"mkdir -p {place} && cd {place} || exit 1; {rest}")
+def _carry_out(task: Task, folder: Path, line: str) -> None:
+    """Adds an instruction of a Dockerfile to a task. Raises `ValueError` for what needs a build."""
+    keyword, _, rest = line.partition(" ")
+    if re.match(r"(--\S+ )*<<", rest) or "--from=" in rest:
+        raise ValueError("here-documents and several stages need a build")
+    words = shlex.split(rest) if keyword.upper() in ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG") else []
+    words = [word for word in words if not word.startswith("--")]
+    match keyword.upper():
+        case "FROM":
+            task.image = words[0]
+        case "WORKDIR":
+            task.working_dir = str(PurePosixPath(task.working_dir) / words[0])
+        case "ENV" | "ARG":
+            pairs = words if "=" in words[0] or keyword.upper() == "ARG" else [f"{words[0]}={' '.join(words[1:])}"]
+            for name, _, value in (pair.partition("=") for pair in pairs if "=" in pair):
+                value = re.sub(r'[\\"`]|\$\(', r"\\\g<0>", value)  # variables such as $PATH are replaced
+                task.exports += f'export {name}="{value}"; '
+        case "COPY" | "ADD":
+            *sources, target = words
+            place = str(PurePosixPath(task.working_dir) / target) + "/" * target.endswith(("/", "."))
+            found = [sorted(glob.glob(source.lstrip("/") or ".", root_dir=folder)) for source in sources]
+            if not all(found):
+                raise ValueError(f"environment/ has no {sources[found.index([])]}")
+            for source in [folder / name for names in found for name in names]:
+                many = len(sources) > 1 or len(found[0]) > 1 or source.is_dir() or place.endswith("/")
+                name = "" if not many or source.is_dir() else f"/{source.name}"
+                task.set_up += _upload(source, place.rstrip("/") + name)
+        case "RUN":
+            place = shlex.quote(task.working_dir)
+            command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
+            task.set_up.append(f"mkdir -p {place} && cd {place} || exit 1; {command}")
 
 
 def _paths(source: Path, target: str) -> dict[str, Path]:
