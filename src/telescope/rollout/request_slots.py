@@ -14,7 +14,6 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
@@ -27,19 +26,6 @@ class Lease:
     server: int
     slot: int
     released: bool = False
-
-
-class RequestSlots(Protocol):
-    """The interface through which rollouts get request slots."""
-
-    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot. `turn` counts from 0; later turns go first. Raises DeadlineExceeded."""
-
-    def release(self, lease: Lease) -> None:
-        """Releases a slot. Call it exactly once."""
-
-    def forget_group(self, group: int) -> None:
-        """Unbinds a finished group from its server."""
 
 
 @dataclass
@@ -79,7 +65,7 @@ class RequestSlotPool:
         self._order = itertools.count()
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot for a sample; later turns go first. Raises DeadlineExceeded after `timeout` seconds."""
+        """Waits for a slot; later turns go first. Raises DeadlineExceeded after `timeout` seconds."""
         waiter = _Waiter(-turn, next(self._order), group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiters, waiter)
         self._serve()

@@ -2,7 +2,7 @@
 
 Owns the trajectory and the retries after infrastructure failures. The environment's rollout, either the turn loop
 (`turns`) or an agent, asks for turns in any order, several at a time (`Rollout.sample`). Request slots and servers are
-passed in as protocols (`request_slots`, `inference.base`).
+passed in (`request_slots`, `inference.base`).
 
 Three kinds of failure are kept apart: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -31,7 +31,7 @@ from telescope.environments.types import (
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
-from telescope.rollout.request_slots import Lease, RequestSlots
+from telescope.rollout.request_slots import Lease, RequestSlotPool
 from telescope.rollout.stops import NO_STOPS, Stops
 from telescope.rollout.trajectory import Trajectory, Turn, compression_ratio
 
@@ -155,7 +155,7 @@ class Rollout:
         task: RolloutTask,
         *,
         slot_key: int,
-        slots: RequestSlots,
+        slots: RequestSlotPool,
         engine_of: Callable[[int], Engine],
         environments: Environments,
         settings: RolloutSettings,
