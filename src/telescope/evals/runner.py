@@ -35,7 +35,7 @@ from telescope.evals.statistics import (
     num_completions,
 )
 from telescope.rollout.pool import RolloutPool
-from telescope.rollout.sample import Prompts, RolloutSettings, RolloutTask, SamplingSettings
+from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 
 
@@ -124,7 +124,7 @@ class EvalResult:
 
 
 async def plan_eval(
-    entry: EvalEntry, environment_key: str, environments: Prompts, sampling: SamplingSettings, number: int = 0
+    entry: EvalEntry, environment_key: str, environments: RolloutPool, sampling: SamplingSettings, number: int = 0
 ) -> PlannedEval:
     """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
 

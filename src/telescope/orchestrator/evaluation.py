@@ -31,7 +31,7 @@ from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.record.recorder import Recorder
 from telescope.rollout.pool import RolloutPool
-from telescope.rollout.sample import Prompts, RolloutSettings
+from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.utils.text import pluralize, single_line
 
@@ -325,7 +325,7 @@ def eval_point(result: EvalResult, label: str) -> EvalPoint:
 
 
 async def plan_evals(
-    config: TelescopeConfig, keys: EnvironmentKeys, environments: Prompts, settings: RolloutSettings
+    config: TelescopeConfig, keys: EnvironmentKeys, environments: RolloutPool, settings: RolloutSettings
 ) -> list[PlannedEval]:
     """Plans every eval of the config, in order. Raises the errors of `check_eval_items` and `plan_eval`."""
     check_eval_items(config, keys, {key: await environments.describe(key) for key in keys.evals})

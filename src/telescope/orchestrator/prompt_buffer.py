@@ -17,7 +17,7 @@ from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
-from telescope.rollout.sample import Prompts
+from telescope.rollout.pool import RolloutPool
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     config: TelescopeConfig
-    source: Prompts
+    source: RolloutPool
     environment_keys: list[str]
     sampler: PromptSampler
     held_out_uids: frozenset[str]
@@ -131,7 +131,7 @@ class PromptBuffer:
         return prompt
 
 
-async def measure_prompts(config: TelescopeConfig, source: Prompts, keys: list[str], max_context: int) -> list[str]:
+async def measure_prompts(config: TelescopeConfig, source: RolloutPool, keys: list[str], max_context: int) -> list[str]:
     """Returns sentences about prompts that cannot be rendered or leave no space for a completion, so are left out.
 
     Measures items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
@@ -160,7 +160,7 @@ async def measure_prompts(config: TelescopeConfig, source: Prompts, keys: list[s
     return news
 
 
-async def _length(source: Prompts, key: str, item: int) -> int | EnvironmentFailure:
+async def _length(source: RolloutPool, key: str, item: int) -> int | EnvironmentFailure:
     """Returns the number of tokens of a prompt, or its failure, which does not count against the budget here."""
     try:
         return len((await source.prepare(key, item)).token_ids)

@@ -22,13 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import (
-    PROMPT_TOO_LONG,
-    ROLLOUT_ERROR,
-    EnvironmentInfo,
-    PreparedPrompt,
-    RewardRecord,
-)
+from telescope.environments.types import PROMPT_TOO_LONG, ROLLOUT_ERROR, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Engine, GenerateRequest, Generation, RequestId
 from telescope.rollout.request_slots import Lease, RequestSlotPool
@@ -128,18 +122,6 @@ class Environments(Protocol):
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
         """Runs the environment's rollout, which samples turns through `rollout`. Returns the score."""
-        ...
-
-
-class Prompts(Protocol):
-    """Describes environments and renders their prompts."""
-
-    async def describe(self, env_key: str) -> EnvironmentInfo:
-        """Returns the description of an environment."""
-        ...
-
-    async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
-        """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         ...
 
 
