@@ -44,7 +44,6 @@ class _Played(Rollout):
         super().__init__(
             task, slot_key=0, slots=FakeLanes(), engine_of=lambda server: self, environments=environments,
             settings=settings(max_context=10**6, max_tokens=10**6, max_infrastructure_retries=0),
-            on_engine_failure=lambda server, error: None,
         )  # fmt: skip
         self.asked: asyncio.Queue[tuple[list[int], dict[str, Any]]] = asyncio.Queue()
         self.answers: asyncio.Queue[Generation] = asyncio.Queue()

@@ -184,6 +184,5 @@ class Checks:
         rollout = Rollout(
             task, slot_key=item, slots=slots, engine_of=lambda _: engine,
             environments=self._environments, settings=RolloutSettings(sampling, True, 600.0, 0),
-            on_engine_failure=lambda *_: None,
         )  # fmt: skip
         return Trial(item, name, answers, await rollout.run(), self.environment.reward_max)

@@ -106,8 +106,6 @@ class RolloutPool:
 
     `homes` returns the workers that can run an environment now, by its key; without it, all can. A call to a worker
     waits up to `seconds` for an event (None: without limit), and then until `interval` seconds after its last report.
-    `on_engine_failure` is called with the server of each failed request. It closes the server in all lanes if the
-    server is to get no more requests.
     """
 
     def __init__(
@@ -118,11 +116,11 @@ class RolloutPool:
         seconds: float | None = None,
         interval: float = 0.0,
         homes: Callable[[str], Iterable[int]] | None = None,
-        on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called when request slots become free or servers change."""
-        self.on_engine_failure = on_engine_failure
+        self.on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
+        """Called with the server of each failed request. Closes it in all lanes if it is to get no more requests."""
         self.homes = homes or (lambda key: range(len(workers)))
         self.infos = infos or {}
         """Descriptions of the environments, by their keys."""
@@ -130,7 +128,8 @@ class RolloutPool:
         self._seconds, self._interval = seconds, interval
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
-        self._lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, Lane] = {}
+        """Open lanes by name."""
         self._suspects: deque[RunningGroup] = deque()
         """Groups that may have crashed their workers. Only the first one runs."""
         self._prompts: dict[int, _Prompt] = {}
@@ -142,22 +141,12 @@ class RolloutPool:
 
         All its servers are closed at first.
         """
-        lane = self._lanes[name] = Lane(self, name, capacities)
+        lane = self.lanes[name] = Lane(self, name, capacities)
         for worker, shares in zip(self.workers, share_slots(capacities, len(self.workers), group_size), strict=True):
             worker.orders.lanes[name] = worker.shares[name] = shares
             worker.lanes[name] = LaneState([0] * len(shares), 0)
             worker.has_orders.set()
         return lane
-
-    def close_lane(self, name: str) -> None:
-        """Ends a lane, if it is open."""
-        if self._lanes.pop(name, None) is None:
-            return
-        for worker in self.workers:
-            worker.orders.lanes[name] = None
-            worker.lanes.pop(name, None)
-            worker.shares.pop(name, None)
-            worker.has_orders.set()
 
     def start(
         self, samples: list[RolloutTask], settings: RolloutSettings, on_sample: OnSample, lane: str = TRAINING
@@ -300,7 +289,7 @@ class RolloutPool:
         """Reopens the lanes in a restarted worker."""
         worker.orders.lanes |= worker.shares
         for name in worker.shares:
-            for server, up in enumerate(self._lanes[name].up):
+            for server, up in enumerate(self.lanes[name].up):
                 worker.orders.servers[name, server] = up
         worker.is_open = True
         worker.has_orders.set()
@@ -331,8 +320,8 @@ class RolloutPool:
                 self._groups[key].samples[index] = state
         for lane, server, error in report.failures:
             self.on_engine_failure(server, error)
-            if lane in self._lanes:  # the worker has closed the server in this lane
-                self._lanes[lane].set_up(server, self._lanes[lane].up[server])
+            if lane in self.lanes:  # the worker has closed the server in this lane
+                self.lanes[lane].set_up(server, self.lanes[lane].up[server])
         for number, prompt in report.prompts:
             if number in self._prompts:  # otherwise its caller was cancelled
                 _settle(self._prompts[number].rendered, prompt)
@@ -381,7 +370,13 @@ class Lane:
 
     def close(self) -> None:
         """Ends the lane, if it is open. Call it after its samples have ended."""
-        self.pool.close_lane(self.name)
+        if self.pool.lanes.pop(self.name, None) is None:
+            return
+        for worker in self.pool.workers:
+            worker.orders.lanes[self.name] = None
+            worker.lanes.pop(self.name, None)
+            worker.shares.pop(self.name, None)
+            worker.has_orders.set()
 
     def has_free_slot(self, key: str) -> bool:
         """Returns whether a new group of an environment would get a slot at once."""

@@ -141,7 +141,7 @@ class Rollout:
         engine_of: Callable[[int], Engine],
         environments: Environments,
         settings: RolloutSettings,
-        on_engine_failure: Callable[[int, InfrastructureError], None],
+        on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = task

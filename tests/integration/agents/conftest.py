@@ -77,7 +77,6 @@ class Bench:
             RolloutTask("5-0", 5, 0, "agent", "agent", 0, runner.prepare(0, 0).token_ids, (7, 5, 0)),
             slot_key=5, slots=self.slots, engine_of=lambda server: self.policy, environments=self.environments,
             settings=settings(**{"max_context": 4096, "max_tokens": 512, **changes}),
-            on_engine_failure=lambda server, error: None,
         )  # fmt: skip
 
     async def run(self, **changes: Any) -> Trajectory:

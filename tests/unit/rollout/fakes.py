@@ -12,7 +12,7 @@ from tests.fakes.turns import ScriptedTurns
 from telescope.environments.types import Advance, RewardRecord
 from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
-from telescope.rollout.request_slots import Lease
+from telescope.rollout.request_slots import Lease, RequestSlotPool
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 
@@ -55,10 +55,11 @@ class FakeEngine:
         raise AssertionError("a rollout aborts nothing by itself")
 
 
-class FakeLanes:
+class FakeLanes(RequestSlotPool):
     """Returns a new lease each time, on the servers in turn, and counts them."""
 
     def __init__(self, num_servers: int = 1) -> None:
+        super().__init__([])
         self.num_servers = num_servers
         self.leases: list[Lease] = []
         self.turns: list[int] = []
@@ -77,9 +78,6 @@ class FakeLanes:
         assert not lease.released, "a request slot was released twice"
         lease.released = True
         self.releases[lease.slot] += 1
-
-    def forget_group(self, group: int) -> None:
-        return
 
     @property
     def num_leased(self) -> int:
