@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from telescope.environments.serialization import (
     serialize_messages,
     serialize_score,
 )
-from telescope.environments.user_code import settled, take_steps
+from telescope.environments.user_code import maybe_await, settled, take_step, take_steps
 from telescope.errors import RunError, UserError
 
 
@@ -247,29 +248,25 @@ def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str 
 
     Awaitables run in a new event loop, synchronous code outside it.
     """
-    loop = asyncio.new_event_loop()
-    try:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(environment.prepare_resources())
-        resume: Callable[[], Awaitable[Any]] = partial(next, steps)
-        while True:
-            try:
-                waits_for = resume()
-            except StopIteration as end:
-                scored: tuple[RewardResult, str | None] = end.value
-                return scored
-            try:
-                result = loop.run_until_complete(asyncio.ensure_future(waits_for, loop=loop))
-                resume = partial(steps.send, result)
-            except Exception as error:
-                resume = partial(steps.throw, error)
-    finally:
-        loop.run_until_complete(environment.close_resources())
-        asyncio.set_event_loop(None)
-        loop.close()
+    with asyncio.Runner() as loop:
+        try:
+            loop.run(environment.prepare_resources())
+            resume: Callable[[], Any] = partial(next, steps)
+            while True:
+                is_done, result = take_step(resume)
+                if is_done:
+                    scored: tuple[RewardResult, str | None] = result
+                    return scored
+                try:
+                    resume = partial(steps.send, loop.run(maybe_await(result), context=copy_context()))
+                except Exception as error:
+                    resume = partial(steps.throw, error)
+        finally:
+            loop.run(environment.close_resources())
 
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
+ANSWER_SECONDS = 300.0
 
 
 class ChatServer:
@@ -288,7 +285,6 @@ class ChatServer:
         max_tokens: int | None = 1024,
         temperature: float = 1.0,
         stops: Mapping[str, Any] | None = None,
-        timeout_seconds: float = 300.0,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--url is {url!r}; write it with http:// or https://.")
@@ -296,7 +292,6 @@ class ChatServer:
         self._key = key or os.environ.get(API_KEY_VARIABLE)
         self._options = {"temperature": temperature, **(stops or {})}
         self._options |= {} if max_tokens is None else {"max_tokens": max_tokens}
-        self._timeout_seconds = timeout_seconds
         if model is None:
             listed = self._ask("/models", None)
             try:
@@ -327,7 +322,7 @@ class ChatServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data=data, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:300]
