@@ -47,9 +47,6 @@ _UNREADABLE = (
 )
 """Golds of which math-verify reads the letters of words as factors, or no single value."""
 
-_UNSET: Any = object()
-"""Distinguishes `instruction_prompt: null` (none) from a missing one (the default)."""
-
 
 class MathEnvironment(SingleTurnEnvironment):
     """Competition problems with one answer each, from the dataset `hub_dataset`.
@@ -71,13 +68,11 @@ class MathEnvironment(SingleTurnEnvironment):
     def __init__(
         self,
         system_prompt: str | None = None,
-        instruction_prompt: str | None = _UNSET,
+        instruction_prompt: str | None = INSTRUCTION_PROMPT,
         instruction_prompt_post: str | None = None,
         verify_timeout_seconds: float = 5.0,
         **kwargs: Any,
     ) -> None:
-        if instruction_prompt is _UNSET:
-            instruction_prompt = INSTRUCTION_PROMPT
         super().__init__(system_prompt=system_prompt, instruction_prompt=instruction_prompt, **kwargs)
         self.instruction_prompt_post = instruction_prompt_post
         self.verify_timeout_seconds = float(verify_timeout_seconds)
