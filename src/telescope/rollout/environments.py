@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 MAX_RESULT_BYTES = 32 * 2**20
 """Largest score from user code. It passes through the driver's memory into the record."""
 
+START_SECONDS = 600.0
+"""Time for one environment to prepare its resources."""
+
 CLOSE_SECONDS = 20.0
 """Time for the environments to end rollouts and close resources."""
 
@@ -39,16 +42,13 @@ CLOSE_SECONDS = 20.0
 class LoadedEnvironments:
     """Implements `Environments` with a runner. Environments are found by the identity of their spec.
 
-    `timeout_seconds` limits one call of user code, `start_timeout_seconds` the preparation of resources.
+    `timeout_seconds` limits one call of user code.
     """
 
-    def __init__(
-        self, runner: EnvironmentRunner, *, timeout_seconds: float, start_timeout_seconds: float = 600.0
-    ) -> None:
+    def __init__(self, runner: EnvironmentRunner, *, timeout_seconds: float) -> None:
         self._runner = runner
         self._positions = {spec.identity: position for position, spec in enumerate(runner.specs)}
         self._thread = UserThread(timeout_seconds)
-        self._start_timeout = start_timeout_seconds
         found = [wrapped_environment(each) for each in runner.environments]
         self._agents = [each for each in found if each is not None and is_agent(each)]
         self._endpoint = Endpoint([MODEL, *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
@@ -123,8 +123,8 @@ class LoadedEnvironments:
         """Waits until the resources of an environment are prepared."""
         label = f"environment {self._runner.specs[position].identity!r}: prepare_resources"
         try:
-            await asyncio.wait_for(self._runner.resources[position].ready(), self._start_timeout)
+            await asyncio.wait_for(self._runner.resources[position].ready(), START_SECONDS)
         except TimeoutError:
-            raise EnvironmentFailure(f"{label} did not end within {self._start_timeout:g} seconds") from None
+            raise EnvironmentFailure(f"{label} did not end within {START_SECONDS:g} seconds") from None
         except Exception as error:
             raise user_failure(error, label) from None
