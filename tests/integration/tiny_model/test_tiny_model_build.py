@@ -1,7 +1,6 @@
 """A tiny model on disk: it loads, follows from its settings, and the cache never returns a broken one."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,20 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.cli import main as cli
 from telescope.errors import UserError
-from telescope.tiny_model import cache, warm_start
+from telescope.tiny_model import cache
+from telescope.tiny_model.build import encode_examples
 from telescope.tiny_model.cache import MANIFEST, TinyModelSettings, ensure_tiny_model, is_whole, write_tiny_model
 from telescope.tiny_model.examples import ExampleSource
-from telescope.tiny_model.warm_start import encode_examples
 
 SMALL = {"warm_start_steps": 2, "warm_start_batch_size": 4, "hidden_size": 64, "num_heads": 2, "num_layers": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other are slow where other tests run beside these."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_start, "_THREADS", 1)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ from telescope.environments.calculator_agent.environment import CalculatorAgentE
 from telescope.environments.calculator_agent.questions import Question, is_held_out
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
-from telescope.tiny_model.build import build_tokenizer
+from telescope.tiny_model.build import build_tokenizer, encode_examples
 from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import CalculatorExamples, Turn, examples_of, markup_of, question_settings
-from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings(task="calculator_agent")
 ENVIRONMENT = CalculatorAgentEnvironment(prompt_style="short")

@@ -5,10 +5,9 @@ import pytest
 from telescope.environments.base import Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import is_held_out
-from telescope.tiny_model.build import build_tokenizer
+from telescope.tiny_model.build import build_tokenizer, encode_examples
 from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import Example, ExampleSource, countdown_arguments
-from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings()
 SERIES = TinyModelSettings(num_turns=2)

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import pytest
 
 from telescope.errors import UserError
+from telescope.tiny_model.build import learning_rate_at
 from telescope.tiny_model.cache import TinyModelSettings
-from telescope.tiny_model.warm_start import learning_rate_at
 
 
 @pytest.mark.parametrize(
