@@ -147,8 +147,7 @@ class MathEnvironment(SingleTurnEnvironment):
         return next((check for check in checks if not check.problem), checks[0])
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
-        text = completion.removesuffix(eos_token) if eos_token else completion
-        answer = self.extract_answer(strip_think_tags(text))
+        answer = self.extract_answer(strip_think_tags(completion.removesuffix(eos_token)))
         correct = answer != "" and self.is_correct(answer, sample)
         return RewardResult(
             total_reward=float(correct),

@@ -172,8 +172,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
         return [f"<answer>{found}</answer>"] if found else []
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
-        text = completion.removesuffix(eos_token) if eos_token else completion
-        text = strip_think_tags(answer_text(text)).strip()
+        text = strip_think_tags(answer_text(completion.removesuffix(eos_token))).strip()
         answer = extract_answer_tags(text)
         try:
             expression = parse(answer)

@@ -119,8 +119,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         return super().cheats(sample) | {"grader timed out": "```python\nimport time\ntime.sleep(1e6)\n```"}
 
     async def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
-        text = completion.removesuffix(eos_token) if eos_token else completion
-        program = extract_code_block(strip_think_tags(text))
+        program = extract_code_block(strip_think_tags(completion.removesuffix(eos_token)))
         tests = sample.metadata["tests"]
         metrics = dict.fromkeys(("retry_count", "sandbox_error", "sandbox_acquire_time", "test_time"), 0.0)
         notes = {"generated_code": program, "runner_stderr": "", "error": "" if program else "no ```python block"}

@@ -37,8 +37,7 @@ class ShellCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> RewardResult:
         result = super().compute_reward(completion, sample, eos_token)
-        text = completion.removesuffix(eos_token) if eos_token else completion
-        answer = extract_answer_tags(strip_think_tags(answer_text(text)))
+        answer = extract_answer_tags(strip_think_tags(answer_text(completion.removesuffix(eos_token))))
         output = ""
         if result.sample_metrics["format"] and sorted(parse(answer).numbers) == sorted(sample.metadata["numbers"]):
             command = f"echo $(({re.sub('[0-9]+', lambda digits: str(int(digits[0])), answer)}))"  # 010 would be octal
