@@ -226,21 +226,18 @@ def _declared_packages(file: Path) -> dict[str, list[str]]:
         raise UserError(f"{file}:{error.lineno}: {error.msg}.") from error
     declared: dict[str, list[str]] = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
-        else:
-            continue
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ) if name in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"):
                 items = None
                 with contextlib.suppress(ValueError):
                     items = ast.literal_eval(value)
                 if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
                     place = f"{file}:{value.lineno}"
-                    raise UserError(f"{place}: {target.id} must be a list of strings written out in place.")
-                declared[target.id] = list(items)
+                    raise UserError(f"{place}: {name} must be a list of strings written out in place.")
+                declared[name] = list(items)
     return declared
 
 
