@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from telescope.environments.base import ChatMessage
 from telescope.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ ANSWER = "0telescope0answer0"
 """Placeholder for a completion while the template is rendered: text that no template trims, splits or parses."""
 REPLY = "0telescope0reply0"
 """Placeholder for the message after it."""
+QUESTION = {"role": "user", "content": "Why?"}
+SAID = {"role": "assistant", "content": ANSWER}
+RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,13 @@ class Stops:
 
 
 NO_STOPS = Stops()
+
+
+def call_with(word: str, call_id: str = "call00000") -> ChatMessage:
+    """Returns a completion that calls a tool with this argument."""
+    function = {"name": "look_up", "arguments": {"word": word}}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> Stops:
@@ -80,14 +91,7 @@ def find_stops(renderer: Renderer, files: Mapping[str, Mapping[str, Any]]) -> St
 
 def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
     """Returns the ends of a completion in the template, or why none was found."""
-    answer, question = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "Why?"}
-    function = {"name": "look_up", "arguments": {"word": ANSWER}}
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
-    }
-    result = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
+    call = call_with(ANSWER)
     problems: list[str] = []
 
     def behind(*messages: dict[str, Any]) -> str:
@@ -98,13 +102,13 @@ def _ends_of_template(renderer: Renderer) -> tuple[list[int | str], str]:
             return ""
         return text.rpartition(ANSWER)[2] if ANSWER in text else ""
 
-    for start in ([question], [{"role": "system", "content": "Answer."}, question]):
-        last = behind(*start, answer)
-        following = behind(*start, answer, {"role": "user", "content": REPLY}).partition(REPLY)[0]
+    for start in ([QUESTION], [{"role": "system", "content": "Answer."}, QUESTION]):
+        last = behind(*start, SAID)
+        following = behind(*start, SAID, {"role": "user", "content": REPLY}).partition(REPLY)[0]
         end = renderer.control_ids(last)[:1] or renderer.control_ids(following)[:1]
         text = last if last.strip() else following
         text = (text.partition(renderer.name_of(end[0]))[0] if end else text).rstrip()
-        with_result = behind(*start, call, result).partition(REPLY)[0]
+        with_result = behind(*start, call, RESULT).partition(REPLY)[0]
         end_of_call = renderer.control_ids(behind(*start, call))[-1:] or renderer.control_ids(with_result)[:1]
         ends: list[int | str] = [*([text] if text else []), *end, *end_of_call]
         if ends:

@@ -13,20 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from telescope.environments.base import ChatMessage
-from telescope.rollout.stops import ANSWER, REPLY
+from telescope.rollout.stops import ANSWER, QUESTION, REPLY, RESULT, SAID, call_with
 
 if TYPE_CHECKING:
     from telescope.rollout.rendering import Renderer
 
 MARK = "0telescope{}called0"
 """Placeholder for the call of the completion at a position."""
-_QUESTION = {"role": "user", "content": "Why?"}
-_RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": REPLY}
-
-
-def _call(mark: str) -> ChatMessage:
-    function = {"name": "look_up", "arguments": {"word": mark}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": mark, "type": "function", "function": function}]}
 
 
 class ToolResults:
@@ -36,8 +29,7 @@ class ToolResults:
         self._as_call, self._first, self._pattern = False, "", ""
         mark = MARK.format(r"(\d+)")
         try:
-            answer = {"role": "assistant", "content": ANSWER}
-            text = renderer.render([_QUESTION, answer, _RESULT, answer, _RESULT], add_generation_prompt=True)
+            text = renderer.render([QUESTION, SAID, RESULT, SAID, RESULT], add_generation_prompt=True)
             before, *behind = text.split(ANSWER)
             first, later = (each.partition(REPLY)[0] for each in behind)
             if REPLY in text:
@@ -46,7 +38,7 @@ class ToolResults:
                     self._pattern = f"{mark}(?:{re.escape(first)}|{re.escape(later)})"
                 return
             opened, _, closed = renderer.render(
-                [_QUESTION, _call(ANSWER), _RESULT], add_generation_prompt=True
+                [QUESTION, call_with(ANSWER, ANSWER), RESULT], add_generation_prompt=True
             ).partition(ANSWER)
         except Exception:  # a template is a program and may raise anything
             return
@@ -70,7 +62,9 @@ class ToolResults:
                 marked[i] = {**message, "name": "unknown"}
             if before.get("role") == "assistant" and "tool_calls" not in before:
                 mark, marks = MARK.format(i - 1), marks + 1
-                marked[i - 1] = _call(mark) if self._as_call else {**before, "content": f"{before['content']}{mark}"}
+                marked[i - 1] = (
+                    call_with(mark, mark) if self._as_call else {**before, "content": f"{before['content']}{mark}"}
+                )
 
         def shown(found: re.Match[str]) -> str:
             return str(messages[int(found[1])]["content"]) if self._as_call else self._first
