@@ -315,17 +315,11 @@ class Rollout:
             lease = await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
             trajectory.server_index, trajectory.slot = lease.server, lease.slot
             num_seen: int | None = None
+            # Unique, because every retry of a turn or of the conversation increases the count.
+            attempt = trajectory.num_infrastructure_retries + ATTEMPTS_OF_A_WORKER * len(task.lost)
             try:
                 request = GenerateRequest(
-                    # Unique, because every retry of a turn or of the conversation increases the count.
-                    request_id=str(
-                        RequestId(
-                            task.sample_id,
-                            turn_index,
-                            trajectory.num_infrastructure_retries + ATTEMPTS_OF_A_WORKER * len(task.lost),
-                            lease.slot,
-                        )
-                    ),
+                    request_id=str(RequestId(task.sample_id, turn_index, attempt, lease.slot)),
                     prompt_token_ids=prompt_token_ids,
                     max_tokens=min(sampling.max_tokens, num_free_tokens),
                     temperature=sampling.temperature,
