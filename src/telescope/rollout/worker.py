@@ -186,13 +186,13 @@ class RolloutWorker:
         return news
 
     def _cancel(self, key: int) -> None:
-        group = self._groups.get(key)
+        if (group := self._groups.get(key)) is None:
+            return
         requests: dict[int, list[str]] = defaultdict(list)
-        for rollout in [] if group is None else group.rollouts.values():
+        for rollout in group.rollouts.values():
             for server, request_id in rollout.cancel():
                 requests[server].append(request_id)
         for server, ids in requests.items():
-            assert group is not None
             self._spawn(self._abort(group.task.lane, server, ids))
 
     async def _abort(self, lane: str, server: int, request_ids: list[str]) -> None:
