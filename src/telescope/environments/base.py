@@ -488,12 +488,6 @@ def multi_turn_environment(owner: Any) -> MultiTurnEnvironment:
     return found
 
 
-def notices_of(owner: Any) -> list[str]:
-    """Returns the notices of an environment, or of an eval's environment."""
-    environment = wrapped_environment(owner)
-    return list(environment._notices) if environment is not None else []
-
-
 def conversation(state: RolloutState) -> list[ChatMessage]:
     """Returns the last turn's prompt and answer as messages. Empty before the first answer."""
     if not state.trajectory:

@@ -23,7 +23,6 @@ from telescope.environments.base import (
     Sample,
     assistant_message,
     multi_turn_environment,
-    notices_of,
     sample_uid,
     with_thinking_prefix,
     wrapped_environment,
@@ -116,6 +115,7 @@ class EnvironmentRunner:
         model.
         """
         spec, environment = self.specs[position], self.environments[position]
+        found = wrapped_environment(environment)
         with self._loading(spec, "dataset", "loading the dataset of"):
             count = len(environment)
             uids = [sample_uid(environment.get_sample(i)) for i in digest_positions(count)]
@@ -127,12 +127,12 @@ class EnvironmentRunner:
         if checks_golds:
             with self._loading(spec, "dataset", "checking the answers of"):
                 report = report_golds(spec.name, environment)
-            if (owner := wrapped_environment(environment)) is not None:
+            if found is not None:
                 if report is not None:
-                    owner.notice(report)
+                    found.notice(report)
                 with self._loading(spec, "dataset", "checking the resources of"):
                     try:
-                        asyncio.run(owner.check_resources())
+                        asyncio.run(found.check_resources())
                     except UserError as error:  # another machine may have the resources
                         raise UnreachableError(f"The environment {spec.name!r}: {error}") from error
         if self.renderer is not None:
@@ -148,7 +148,6 @@ class EnvironmentRunner:
                 self._check_template(self.renderer, spec, environment)
             if environment.is_multi_turn:
                 self._check_replies(self.renderer, spec, environment)
-        found = wrapped_environment(environment)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
@@ -162,7 +161,7 @@ class EnvironmentRunner:
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
             ends_rollouts=isinstance(found, MultiTurnEnvironment)
             and type(found).end_rollout is not MultiTurnEnvironment.end_rollout,
-            notices=notices_of(environment),
+            notices=[] if found is None else list(found._notices),
             stops={} if self.renderer is None else asdict(self.renderer.stops),
         )
 
