@@ -140,11 +140,6 @@ MANIFEST = "tiny_model.json"
 """Settings of the model, and the SHA-256 of every other file beside it."""
 
 
-def default_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/telescope`, or `~/.cache/telescope`."""
-    return home_folder("XDG_CACHE_HOME", ".cache")
-
-
 def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = None, **settings: Any) -> Path:
     """Returns the folder of the tiny model with these settings. Builds it unless it is complete in the cache.
 
@@ -155,8 +150,8 @@ def ensure_tiny_model(cache_dir: Path | str | None = None, *, report: Report = N
 
 
 def ensure_model(recipe: ModelRecipe, cache_dir: Path | str | None = None, *, report: Report = None) -> Path:
-    """Returns the model's folder in the cache. Builds it unless it is complete."""
-    root = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    """Returns the model's folder in the cache, by default below `~/.cache`. Builds it unless it is complete."""
+    root = home_folder("XDG_CACHE_HOME", ".cache") if cache_dir is None else Path(cache_dir)
     return _ensure(root / f"tiny-model-{recipe.key}", recipe, report)
 
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.cli import main as cli
 from telescope.errors import UserError
-from telescope.tiny_model import cache
 from telescope.tiny_model.build import encode_examples
 from telescope.tiny_model.cache import MANIFEST, TinyModelSettings, ensure_tiny_model, is_whole, write_tiny_model
 from telescope.tiny_model.examples import ExampleSource
@@ -181,7 +180,7 @@ def test_the_command_refuses_a_setting_that_makes_no_model(tmp_path, capsys):
 
 def test_the_default_cache_follows_the_desktop_convention(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.default_cache_dir() == tmp_path / "telescope"
+    assert ensure_tiny_model(**SMALL).parent == tmp_path / "telescope"
 
 
 def test_an_interrupted_build_reports_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
