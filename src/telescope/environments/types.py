@@ -101,14 +101,13 @@ class RewardRecord:
 class Advance:
     """The environment's reply to a completion.
 
-    `append_token_ids` follow the completion in the next turn's prompt; empty if `done`. `completion_text` is the scored
-    text. If the rollout continues, `messages` are the environment's messages after the completion. With `restarts`,
-    nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the join differs
-    from the chat template (`rollout.rendering`). If `done`, `end_reason` is the environment's reason. `tool_calls` are
+    With a `reward` the rollout ends, and `end_reason` is the environment's reason. Otherwise `append_token_ids` follow
+    the completion in the next turn's prompt, and `messages` are the environment's messages after the completion. With
+    `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
+    join differs from the chat template (`rollout.rendering`). `completion_text` is the scored text. `tool_calls` are
     the calls of the completion, as `ToolCall.record` returns them.
     """
 
-    done: bool
     append_token_ids: list[int]
     completion_text: str
     reward: RewardRecord | None

@@ -136,7 +136,7 @@ class SingleTurn:
             completion = UnfinishedReasoning(opened + text)  # the environment's code can tell that it is reasoning
         scored = getattr(environment, method)(completion, environment.get_sample(item), eos_token=environment.eos_token)
         score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
-        return Advance(True, [], text, RewardRecord(**score))
+        return Advance([], text, RewardRecord(**score))
 
 
 class MultiTurn:
@@ -217,7 +217,7 @@ class MultiTurn:
         if len(self._prompt_ids) >= self._rollout.settings.sampling.max_context:
             return (yield from self._score(state, text, CONTEXT_EXHAUSTED))
         return Advance(
-            False, extension.token_ids, text, None, messages=reply.added, restarts=extension.restarts,
+            extension.token_ids, text, None, messages=reply.added, restarts=extension.restarts,
             divergence=extension.divergence, tool_calls=serialize_tool_records(state.tool_records),
         )  # fmt: skip
 
@@ -229,7 +229,7 @@ class MultiTurn:
             method = getattr(owner, "compute_rollout_metrics", None) or owner.compute_eval_metrics
         score = serialize_score((yield from settled(method(state, eos_token=owner.eos_token))), for_eval)
         calls = serialize_tool_records(state.tool_records)
-        return Advance(True, [], text, RewardRecord(**score), end_reason=state.stop_reason, tool_calls=calls)
+        return Advance([], text, RewardRecord(**score), end_reason=state.stop_reason, tool_calls=calls)
 
     def _end(self) -> Steps[None]:
         if self._state is not None:

@@ -144,7 +144,7 @@ class SimulatedEnvironment(ScriptedTurns):
         if self.rng.random() < self.pace.environment_failures:
             raise EnvironmentFailure("the environment failed")
         correct = self.correct(index, token_ids)
-        return Advance(True, [], "text", RewardRecord(correct, {"correct": correct}, {}, [], {}))
+        return Advance([], "text", RewardRecord(correct, {"correct": correct}, {}, [], {}))
 
     def correct(self, index: int, token_ids: np.ndarray) -> float:
         """The reward of an answer."""
@@ -161,7 +161,7 @@ class SimulatedEnvironment(ScriptedTurns):
             raise InfrastructureError("the process of the rollout ended")
         advanced = await self.advance("", self.items[rollout], token_ids, stop_reason, **options)
         if self.rng.randint(*self.pace.turns) > 1:
-            return Advance(False, [1], "turn", None, restarts=self.rng.random() < 0.2)
+            return Advance([1], "turn", None, restarts=self.rng.random() < 0.2)
         return advanced
 
     def end(self, rollout: str) -> None:

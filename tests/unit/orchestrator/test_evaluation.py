@@ -195,8 +195,8 @@ class TwoTurns(SimulatedEnvironment):
         assert for_eval
         self.answers[rollout] += 1
         if self.answers[rollout] == 1:
-            return Advance(False, [9], "first", None)
-        return Advance(True, [], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+            return Advance([9], "first", None)
+        return Advance([], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
 
     def end(self, rollout: str) -> None:
         assert self.answers[rollout] == 2
@@ -244,7 +244,7 @@ class Graded(SimulatedEnvironment):
         self.grade = grade
 
     async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-        return Advance(True, [], "text", RewardRecord(None, {"correct": self.grade(index)}, {}, [], {}))
+        return Advance([], "text", RewardRecord(None, {"correct": self.grade(index)}, {}, [], {}))
 
 
 def fail_below(first: int, message: str = "broken") -> Callable[[int], float]:

@@ -160,7 +160,7 @@ async def test_a_run_whose_samples_are_all_filtered_ends_with_the_reason() -> No
     run = InMemoryRun(config_of(filter_repetition=True))
 
     async def loop(*arguments: object, **options: object):
-        return Advance(True, [], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
+        return Advance([], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
 
     run.environment.advance = loop
     with pytest.raises(RunError, match="a filter removed it"):

@@ -112,7 +112,7 @@ class FakeEnvironments(ScriptedTurns):
         answer = next(self._advances, None)
         if isinstance(answer, BaseException):
             raise answer
-        return Advance(True, [], "text", reward()) if answer is None else answer
+        return Advance([], "text", reward()) if answer is None else answer
 
     async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         assert rollout not in self.begun, "a conversation is begun once"

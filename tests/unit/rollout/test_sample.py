@@ -112,8 +112,8 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence():
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments(
-            [Advance(False, [20, 21], "first", None), Advance(False, [22], "second", None),
-             Advance(True, [], "third", reward(0.5), end_reason="won")]
+            [Advance([20, 21], "first", None), Advance([22], "second", None),
+             Advance([], "third", reward(0.5), end_reason="won")]
         ),
     )  # fmt: skip
     sample = await bench.run(turns=True)
@@ -151,8 +151,8 @@ async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_
                 routed([11], 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),  # of all tokens again
             ]
         ),
-        FakeEnvironments([Advance(False, [20, 21], "", None), Advance(False, [22], "", None),
-                          Advance(False, [23], "", None), Advance(True, [], "", reward(1.0))]),
+        FakeEnvironments([Advance([20, 21], "", None), Advance([22], "", None),
+                          Advance([23], "", None), Advance([], "", reward(1.0))]),
     )  # fmt: skip
     sample = await bench.run(turns=True)
     assert [request.routes_start for request in bench.engine.requests] == [0, 4, 4, 7, 0]
@@ -166,8 +166,8 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments([
-            Advance(False, [1, 2, 3, 70, 20], "first", None, restarts=True, divergence="history"),
-            Advance(False, [22], "second", None),
+            Advance([1, 2, 3, 70, 20], "first", None, restarts=True, divergence="history"),
+            Advance([22], "second", None),
         ]),
     )  # fmt: skip
     sample = await bench.run(turns=True)
@@ -184,7 +184,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
     bench = Bench(
-        FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance(False, [20], "first", None)])
+        FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance([20], "first", None)])
     )
     sample = await bench.run(turns=True)
     assert [len(request.prompt_token_ids) for request in bench.engine.requests] == [3, 5, 5]
@@ -198,9 +198,9 @@ async def test_a_conversation_whose_state_is_lost_begins_again():
         FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
         FakeEnvironments(
             [
-                Advance(False, [20], "first", None),
+                Advance([20], "first", None),
                 InfrastructureError("the process ended"),
-                Advance(False, [21], "a", None),
+                Advance([21], "a", None),
             ]
         ),
     )
@@ -259,7 +259,7 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(wait
     reason = "abort" if wait == "engine" else "stop"
     bench = Bench(
         FakeEngine([generation([7]), generation([9], finish_reason=reason)]),
-        FakeEnvironments([Advance(False, [20], "first", None)], turns=True),
+        FakeEnvironments([Advance([20], "first", None)], turns=True),
     )
     over = asyncio.Event()
 
@@ -308,7 +308,7 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample():
 
 
 async def test_priorities_follow_turns():
-    bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
+    bench = Bench(environments=FakeEnvironments([Advance([20], "first", None)]))
     await bench.run(turns=True)
     assert [request.priority for request in bench.engine.requests] == [0, 1]
 
@@ -369,7 +369,7 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(scrip
         "dead": DEAD, "abort": generation([7], finish_reason="abort"), "bug": ArithmeticError("a bug")
     }  # fmt: skip
     advances: dict[str, Any] = {
-        "environment fails": EnvironmentFailure("broken"), "turn": Advance(False, [20], "t", None)
+        "environment fails": EnvironmentFailure("broken"), "turn": Advance([20], "t", None)
     }  # fmt: skip
     pauses = iter(delays * 50)
 
