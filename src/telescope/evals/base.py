@@ -182,27 +182,12 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
     as attributes. Misspelled arguments raise `UserError`, as do unknown arguments of an eval without an environment.
     """
     check_eval(name, environments_path)
-    if ENVIRONMENTS.has(name, environments_path) and not EVALS.has(name, environments_path):
-        return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
-    cls = EVALS.load_class(name, environments_path, also=Environment)
-    if issubclass(cls, Eval):
-        return _make_eval(cls, name, kwargs, environments_path, cls.environment_name)
-    return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
-
-
-def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
-    """Returns the eval as a specification of an environment, to be called with `for_eval=True`."""
-    return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.base:get_eval")
-
-
-def _make_eval(
-    cls: type[Eval],
-    name: str,
-    kwargs: dict[str, Any],
-    environments_path: Sequence[str | Path],
-    environment_name: str | None,
-) -> Eval:
-    """Returns an instance of `cls` with the environment that it wraps, if any."""
+    cls: type[Eval] = EnvironmentEval
+    environment_name: str | None = name
+    if EVALS.has(name, environments_path) or not ENVIRONMENTS.has(name, environments_path):
+        found = EVALS.load_class(name, environments_path, also=Environment)
+        if issubclass(found, Eval):
+            cls, environment_name = found, found.environment_name
     own_names = known_arguments(cls, Eval)
     own = own_names | {"system_prompt"}
     environment_type = None
@@ -234,3 +219,8 @@ def _make_eval(
     method = "compute_rollout_metrics" if evaluation.is_multi_turn else "compute_eval_metrics"
     refuse_other_parameters(evaluation, name, method, evaluation.is_multi_turn)
     return evaluation
+
+
+def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
+    """Returns the eval as a specification of an environment, to be called with `for_eval=True`."""
+    return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.base:get_eval")
