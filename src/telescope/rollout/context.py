@@ -203,7 +203,6 @@ class AgentRollout:
         self._counts["agent/dropped_answers"] += 1
 
     async def take_turns(self) -> RewardResult:
-        """Runs the turn loop."""
         if self._is_over:
             raise UserError("the rollout has ended: await all calls before `rollout` returns")
         task = asyncio.ensure_future(self._turns())
@@ -217,7 +216,6 @@ class AgentRollout:
         return RewardResult(**{**vars(scored), "total_reward": scored.total_reward or 0.0})
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
-        """Asks the environment's judge."""
         if self._environment.judge is None:
             raise UserError(
                 f"the environment {self._environment.name!r} has no judge: add `judge: {{url: ...}}` to its kwargs"
@@ -230,14 +228,12 @@ class AgentRollout:
         return (await self.complete(call)).text
 
     async def sandbox(self, image: str | None) -> Sandbox:
-        """Returns a sandbox that is destroyed with the rollout."""
         pool = await pool_of(self._environment, image)
         sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
         self._sandboxes.append(sandbox)
         return sandbox
 
     def base_url(self, chat: str) -> str:
-        """Returns the endpoint's URL for one conversation."""
         return self._endpoint.base_url(chat)
 
 

@@ -1,8 +1,8 @@
 """The APIs that agents use at the endpoint: OpenAI's chat/completions and responses, Anthropic's messages.
 
-A dialect reads a request body as a `Call`, and writes an `Answer` as a response body or as events. Bodies are plain
-dicts, because importing the SDKs' models takes seconds and building one takes longer than the rest of a call. Messages
-of a call are in the canonical form of `messages`.
+A dialect reads a request body as a `Call`, or raises `Refusal`, and writes an `Answer` as a response body, which it
+splits into events for a stream. Bodies are plain dicts, because importing the SDKs' models takes seconds and building
+one takes longer than the rest of a call. Messages of a call are in the canonical form of `messages`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class ChatCompletions:
     """The end of a stream."""
 
     def read(self, body: Body) -> Call:
-        """Returns the call in a request. Raises `Refusal`."""
         _accept_only(
             body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
             audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,), structured_outputs=(),
@@ -101,7 +100,6 @@ class ChatCompletions:
         return Call(messages=[message_of(message) for message in body["messages"]], tools=tools, sampling=sampling)
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
-        """Returns the response body."""
         choice: Body = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
         choice["message"] = {"refusal": None, **answer.message}
         if body.get("logprobs"):
@@ -111,7 +109,6 @@ class ChatCompletions:
         return {"id": f"chatcmpl-{answer.id}", **shared, "choices": [choice], "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields the response as stream events."""
         choice = response["choices"][0]
         message = choice.pop("message")
         shared = {**response, "object": "chat.completion.chunk"}
@@ -136,7 +133,6 @@ class Responses:
         self._kept: dict[str, list[ChatMessage]] = {}
 
     def read(self, body: Body) -> Call:
-        """Returns the call in a request. Raises `Refusal`."""
         _accept_only(body, background=(False,), conversation=(), prompt=(), top_logprobs=(0,))
         _accept_only(body.get("text") or {}, format=({"type": "text"},))
         messages: list[ChatMessage] = []
@@ -222,7 +218,6 @@ class Responses:
         }
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields the response as stream events."""
         for number, event in enumerate(self._events(response)):
             yield {**event, "sequence_number": number}
 
@@ -257,7 +252,6 @@ class Messages:
     end = b""
 
     def read(self, body: Body) -> Call:
-        """Returns the call in a request. Raises `Refusal`."""
         if body.get("thread"):  # the SDK then sends the whole history
             raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
         _accept_only(body, container=(), mcp_servers=([],), compaction=())
@@ -296,7 +290,6 @@ class Messages:
             yield message_of(message)
 
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
-        """Returns the response body."""
         content: list[Body] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
@@ -314,7 +307,6 @@ class Messages:
         return {**response, "content": content, "stop_reason": reason, "stop_sequence": stop_text, "usage": usage}
 
     def events(self, response: Body, body: Body) -> Iterator[Body]:
-        """Yields the response as stream events."""
         usage = {**response["usage"], "output_tokens": 0}
         yield {"type": "message_start", "message": {**response, "content": [], "stop_reason": None, "usage": usage}}
         for index, block in enumerate(response["content"]):

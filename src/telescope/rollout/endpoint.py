@@ -127,7 +127,6 @@ class Endpoint:
         self._port = 0
 
     async def start(self, socket: Path | None = None) -> None:
-        """Starts to listen."""
         request: Any = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         server = web.Server(self._respond, request_factory=request, handler_cancellation=True, access_log=None)
         self._runner, self._socket = web.ServerRunner(server, shutdown_timeout=1), socket

@@ -103,7 +103,6 @@ class EnvironmentRunner:
                     await self.resources[position].ready()
 
     async def close(self) -> None:
-        """Closes the resources of this process."""
         for resources in self.resources:
             await resources.close()
 
@@ -244,7 +243,6 @@ class EnvironmentRunner:
         return text
 
     def first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
-        """Returns the messages of an item's prompt."""
         if not environment.is_multi_turn:
             return as_json(environment.build_messages(sample.prompt), "messages")
         assert self.renderer is not None

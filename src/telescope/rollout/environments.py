@@ -55,7 +55,6 @@ class LoadedEnvironments:
 
     @property
     def is_stuck(self) -> bool:
-        """Returns whether a thread is still in user code past its deadline."""
         return self._thread.is_stuck
 
     async def start(self) -> None:
@@ -70,12 +69,10 @@ class LoadedEnvironments:
         await self._runner.prepare_own_resources()
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
-        """Renders and tokenizes the prompt of a dataset item."""
         label = f"environment {env_key!r}, item {index}: preparing the prompt"
         return await self._thread.call(partial(self._runner.prepare, self._positions[env_key], index), label)
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        """Runs a rollout, which samples its own turns. Returns its score."""
         task, runner = rollout.task, self._runner
         position = self._positions[task.environment_key]
         owner = runner.environments[position]

@@ -166,6 +166,5 @@ class Joins:
 
 
 def _identity(message: ChatMessage) -> Identity:
-    """Returns the fields that identify a message."""
     calls = message.get("tool_calls")
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""

@@ -191,7 +191,6 @@ class RolloutPool:
             raise
 
     async def describe(self, key: str) -> EnvironmentInfo:
-        """Returns the description of an environment."""
         return self.infos[key]
 
     async def prepare(self, key: str, item: int) -> PreparedPrompt:
@@ -286,7 +285,6 @@ class RolloutPool:
             self._ended(group, index, _lost_sample(group, index, error))
 
     def _reopen(self, worker: _Worker) -> None:
-        """Reopens the lanes in a restarted worker."""
         worker.orders.lanes |= worker.shares
         for name in worker.shares:
             for server, up in enumerate(self.lanes[name].up):
@@ -295,7 +293,6 @@ class RolloutPool:
         worker.has_orders.set()
 
     async def _order(self, worker: _Worker) -> None:
-        """Sends orders."""
         while True:
             await worker.has_orders.wait()
             worker.has_orders.clear()
@@ -390,12 +387,10 @@ class Lane:
 
     @property
     def num_used(self) -> int:
-        """Returns the number of request slots in use."""
         return sum(self.used)
 
     @property
     def num_waiting(self) -> int:
-        """Returns the number of samples that wait for a request slot."""
         return sum(worker.lanes[self.name].num_waiting for worker in self.pool.workers if self.name in worker.lanes)
 
     @property

@@ -78,7 +78,6 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 
 def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Returns the rows of `tool_calls`."""
     rows: list[dict[str, Any]] = []
     firsts = [0, *accumulate(len(turn.replies) + 1 for turn in sample.turns)]  # first row in `turns` of each turn
     following: dict[int | None, list[tuple[int, str]]] = {}

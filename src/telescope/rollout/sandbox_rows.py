@@ -69,7 +69,6 @@ class SandboxRecord:
         self._due = 0.0
 
     def add(self, worker: int, news: SandboxNews | None) -> None:
-        """Adds a worker's news."""
         if news is not None:
             self._alive[worker] = news.alive
             if news.spans is not None:
@@ -88,7 +87,6 @@ class SandboxRecord:
         self._alive.pop(worker, None)
 
     def write_gauges(self) -> None:
-        """Writes the gauges now."""
         now, self._due = time.time(), time.monotonic() + GAUGE_SECONDS
         alive = Counter(dict.fromkeys((provider for _, provider, *_ in self._totals), 0))
         for of_worker in self._alive.values():

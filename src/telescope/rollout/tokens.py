@@ -139,7 +139,6 @@ class Tokenizer:
         return Encoding({key: [one[key] for one in each] for key in ("input_ids", "attention_mask")})
 
     def encode(self, text: str, *rest: Any, **options: Any) -> Any:
-        """Returns the token ids of a text."""
         return self(text, *rest, **options)["input_ids"]
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
@@ -259,7 +258,6 @@ class Tokenizer:
         return self.backend_tokenizer.get_vocab_size()
 
     def get_vocab(self) -> dict[str, int]:
-        """Returns the id of each token."""
         return self.backend_tokenizer.get_vocab()
 
     def get_added_vocab(self) -> dict[str, int]:

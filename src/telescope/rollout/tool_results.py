@@ -50,7 +50,6 @@ class ToolResults:
             self._pattern = f"{re.escape(opened[len(before) :])}{mark}{re.escape(closed)}"
 
     def render(self, messages: Sequence[ChatMessage], render: Callable[[Sequence[ChatMessage]], str]) -> str:
-        """Renders a conversation with `render`."""
         if not self._pattern:
             return render(messages)
         marked, marks = list(messages), 0

@@ -137,7 +137,6 @@ class Trajectory:
 
     @property
     def totals(self) -> Totals:
-        """Returns the totals over its turns."""
         return self.folded or self._totals()
 
     @property

@@ -128,7 +128,6 @@ def _fail(text: str) -> NoReturn:
 
 
 def main(descriptor: int) -> None:
-    """Loads environments, and reports."""
     from telescope.rollout.environment_runner import EnvironmentRunner
 
     faulthandler.register(signal.SIGUSR1)
