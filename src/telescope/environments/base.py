@@ -497,7 +497,6 @@ def conversation(state: RolloutState) -> list[ChatMessage]:
 
 
 def assistant_message(text: str) -> ChatMessage:
-    """Returns an answer as a chat message."""
     return {"role": "assistant", "content": text}
 
 

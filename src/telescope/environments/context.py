@@ -217,7 +217,6 @@ class Chat:
 
     @property
     def api_key(self) -> str:
-        """Returns the endpoint's key."""
         return self._services.api_key
 
     def env(self) -> dict[str, str]:
@@ -252,7 +251,6 @@ class Chat:
         return self._clients[-1]
 
     async def close(self) -> None:
-        """Closes the clients."""
         for client in self._clients:
             await client.aclose()
 
@@ -273,7 +271,6 @@ class RolloutContext(Chat):
 
     @property
     def seconds_left(self) -> float:
-        """Returns the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def chat(self, name: str, reward: float | None = None) -> Chat:

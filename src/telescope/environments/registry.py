@@ -71,7 +71,6 @@ class Discovery:
 
     @property
     def file_name(self) -> str:
-        """Returns the name of the file that marks a folder."""
         return f"{self.kind}.py"
 
     def names(self, folders: Sequence[str | Path] = ()) -> list[str]:
@@ -138,7 +137,6 @@ class Discovery:
         return found
 
     def _sources(self, folders: Sequence[str | Path]) -> dict[str, Source]:
-        """Returns all names with their locations."""
         sources: dict[str, Source] = {}
         shipped = importlib.import_module(self.package)
         for place in shipped.__path__:
@@ -308,7 +306,6 @@ def check_environment(name: str, environments_path: Sequence[str | Path] = ()) -
 
 
 def check_environments(names: Iterable[str], environments_path: Sequence[str | Path] = ()) -> list[Source]:
-    """Calls `check_environment` for each name."""
     return [check_environment(name, environments_path) for name in names]
 
 

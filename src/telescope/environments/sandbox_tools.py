@@ -102,12 +102,10 @@ class SandboxEnvironment(Environment):
         await super().check_resources()
 
     async def prepare_resources(self) -> None:
-        """Starts the pool."""
         await super().prepare_resources()
         self.sandboxes = await pool_of(self)
 
     async def close_resources(self) -> None:
-        """Destroys all sandboxes."""
         await close_pools(self)
         await super().close_resources()
 
@@ -231,7 +229,6 @@ class SandboxTools(SandboxEnvironment):
         return ToolResult(tool, "\n".join([f"exit code: {result.exit_code}", *shown]), value=result)
 
     async def end_rollout(self, state: RolloutState) -> None:
-        """Destroys the rollout's sandbox."""
         handle = state.custom.pop(SANDBOX_KEY, None)
         if handle is not None:
             await self.sandboxes.remove(handle)

@@ -393,7 +393,6 @@ def _name_in(value: Mapping[str, Any]) -> Any:
 
 
 def _read_object(value: Any, raw: str) -> ToolCall:
-    """Returns the call in a JSON object."""
     if not isinstance(value, dict):
         return ToolCall(
             "", None, raw, f"A tool call must be a JSON object, not {_KIND[type(value)]}: {FORM_SHOWN['xml']}."

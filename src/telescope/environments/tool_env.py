@@ -152,7 +152,6 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     @property
     def form_of_a_call(self) -> str:
-        """Returns the form of a call as the prompt shows it to the model."""
         return self._template.form if self._template else FORM_SHOWN[self.tool_call_format]
 
     @property

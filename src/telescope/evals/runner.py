@@ -65,7 +65,6 @@ class PlannedEval:
 
     @property
     def num_completions(self) -> int:
-        """Returns the number of completions per item."""
         return num_completions(self.pass_k)
 
     @property
@@ -280,7 +279,6 @@ class SamplesFile:
         return all(len(self.finished(plan)) == plan.num_samples for plan in plans)
 
     def add(self, plan: PlannedEval, item: EvalItem, sample: Trajectory, scores: Mapping[str, float]) -> None:
-        """Stores a scored sample."""
         uid = item.prompt.sample_uid
         self._finished[self.model, plan.number][item.index, sample.sample_index] = uid, dict(scores)
         row: dict[str, Any] = {

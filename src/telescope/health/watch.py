@@ -32,7 +32,6 @@ class Watch:
 
     @property
     def history(self) -> History:
-        """The steps and evals so far."""
         return History(self._columns, self._steps, self._evals)
 
     def resume(self, steps: Iterable[tuple[int, Mapping[str, float]]], evals: Iterable[EvalPoint]) -> None:
@@ -51,7 +50,6 @@ class Watch:
         return self._news()
 
     def after_eval(self, point: EvalPoint) -> list[Finding]:
-        """Returns new findings after an eval."""
         self._evals.append(point)
         return self._news() if self._steps else []
 

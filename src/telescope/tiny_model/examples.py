@@ -77,7 +77,6 @@ class CalculatorExamples:
 
 
 def question_settings(settings: TinyModelSettings) -> QuestionSettings:
-    """Returns the settings of the questions for this model."""
     return QuestionSettings(1, settings.num_numbers - 1, settings.max_number)
 
 
@@ -86,7 +85,6 @@ def _answer(number: int) -> str:
 
 
 def examples_of(settings: TinyModelSettings) -> CalculatorExamples | ExampleSource:
-    """Returns the examples of the settings' task."""
     return CalculatorExamples(settings) if settings.task == "calculator_agent" else ExampleSource(settings)
 
 

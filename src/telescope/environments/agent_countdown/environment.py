@@ -72,17 +72,14 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
         self.agent = agent
 
     async def check_resources(self) -> None:
-        """Checks the sandbox provider if the agent uses sandboxes."""
         if self.agent == "sandboxed":
             await super().check_resources()
 
     async def prepare_resources(self) -> None:
-        """Starts the sandbox pool if the agent uses sandboxes."""
         if self.agent == "sandboxed":
             await super().prepare_resources()
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        """Runs the agent."""
         result: RewardResult = await getattr(self, f"_{self.agent}")(sample, context)
         return result
 

@@ -104,7 +104,6 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         return [self.sample_of(question) for question in questions]
 
     def sample_of(self, question: Question) -> Sample:
-        """Returns a question as a dataset item."""
         prompt = question.text if self.short else f"What is {question.text}?\n\n{INSTRUCTION}"
         steps = [expression for expression, _ in question.steps]
         metadata = {"question": question.text, "operations": len(steps), "steps": steps}

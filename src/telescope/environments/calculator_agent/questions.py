@@ -57,7 +57,6 @@ class QuestionSettings:
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """Returns the result of one operation."""
     return int(OPERATIONS[operator](left, right))
 
 

@@ -35,7 +35,6 @@ class HendrycksMathEnvironment(MathEnvironment):
     def load_dataset(  # type: ignore[override]  # passes the others on by name
         self, num_samples: int = -1, levels: list[int] | None = None, **options: Any
     ) -> list[Sample]:
-        """Returns the problems as samples. Raises `UserError` if there are none."""
         if levels is not None and not set(levels) <= {1, 2, 3, 4, 5}:
             raise UserError(f"hendrycks_math: levels is {levels!r}; use some of 1 to 5.")
         self._levels = levels
