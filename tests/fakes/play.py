@@ -13,8 +13,8 @@ from tests.unit.rollout.fakes import FakeLanes, generation, settings
 from telescope.environments.types import RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
-from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.sample import Rollout, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 
@@ -89,15 +89,13 @@ class _Played(Rollout):
 class Player:
     """Rollouts of loaded environments, by names of the test."""
 
-    def __init__(self, runner: EnvironmentRunner, *, timeout_seconds: float = 20.0) -> None:
-        self.runner = runner
-        self.environments = LoadedEnvironments(runner, timeout_seconds=timeout_seconds)
+    def __init__(self, environments: Sequence[LoadedEnvironment], *, timeout_seconds: float = 20.0) -> None:
+        self.environments = LoadedEnvironments(environments, timeout_seconds=timeout_seconds)
         self._rollouts: dict[str, _Played] = {}
 
     async def begin(self, name: str, key: str, index: int, *, interleaved: bool = True) -> Asked:
         """Begins a rollout, and waits for its first prompt."""
-        position = [spec.identity for spec in self.runner.specs].index(key)
-        prompt = self.runner.prepare(position, index)
+        prompt = self.environments.by_key[key].prepare(index)
         task = RolloutTask(name, 0, 0, key, key, index, prompt.token_ids, (0,))
         self._rollouts[name] = played = _Played(task, self.environments)
         played.settings = replace(played.settings, interleaved=interleaved)
@@ -147,14 +145,14 @@ class Player:
 
 
 def play_once(
-    runner: EnvironmentRunner, token_ids: Sequence[int], stop_reason: str, **options: Any
+    loaded: LoadedEnvironment, token_ids: Sequence[int], stop_reason: str, **options: Any
 ) -> tuple[Asked, Asked]:
-    """Runs the first item of the first environment to its first answer. Returns the first prompt, and what follows."""
+    """Runs the first item of an environment to its first answer. Returns the first prompt, and what follows."""
 
     async def play() -> tuple[Asked, Asked]:
-        player = Player(runner)
+        player = Player([loaded])
         try:
-            first = await player.begin("r", runner.specs[0].identity, 0)
+            first = await player.begin("r", loaded.spec.identity, 0)
             return first, await player.respond("r", token_ids, (), stop_reason, **options)
         finally:
             await player.close()

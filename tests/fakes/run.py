@@ -30,9 +30,9 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.orchestrator.training import make_orchestrator
 from telescope.record.recorder import Recorder
-from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
 from telescope.rollout.exchange import Orders, Report
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.rollout.worker import RolloutWorker
@@ -143,11 +143,10 @@ def load_environments(
     config: TelescopeConfig, specs: Sequence[EnvironmentSpec]
 ) -> tuple[LoadedEnvironments, list[EnvironmentInfo]]:
     """Loads environments in this process."""
-    runner = EnvironmentRunner(
-        specs, Renderer(RendererSpec(tokenizer_path=config.model)), list(config.environments_path)
-    )
-    infos = [runner.describe(position) for position in range(len(specs))]
-    return LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds), infos
+    renderer = Renderer(RendererSpec(tokenizer_path=config.model))
+    loaded = [LoadedEnvironment(spec, renderer, list(config.environments_path)) for spec in specs]
+    infos = [each.describe() for each in loaded]
+    return LoadedEnvironments(loaded, timeout_seconds=config.environment_timeout_seconds), infos
 
 
 class LocalWorker:

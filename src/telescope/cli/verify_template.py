@@ -9,7 +9,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.base import multi_turn_environment
 from telescope.errors import UserError
 from telescope.evals.entries import environment_keys
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
 
 TRAINED, UNTRAINED = "bold green", "dim"
@@ -24,16 +24,15 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
     console.print(Text("Trained tokens are marked [[ ]]. The answers are a fixed probe text, not the model's words.\n"))
     keys = environment_keys(config)
     training = [spec for spec in keys.specs if spec.key in keys.training]
-    runner = EnvironmentRunner(training, renderer, list(config.environments_path))
-    for position, spec in enumerate(training):
-        console.rule(Text(spec.identity), align="left")
+    for loaded in [LoadedEnvironment(spec, renderer, list(config.environments_path)) for spec in training]:
+        console.rule(Text(loaded.spec.identity), align="left")
         lost: UserError | None = None
         try:
-            runner.describe(position)
+            loaded.describe()
         except UserError as error:
             lost = error
         try:
-            _print_conversation(runner, position, config, console)
+            _print_conversation(loaded, renderer, config, console)
         except Exception:
             if lost is None:
                 raise
@@ -41,10 +40,10 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
             raise lost  # this error also explains why a conversation cannot be printed
 
 
-def _print_conversation(runner: EnvironmentRunner, position: int, config: TelescopeConfig, console: Console) -> None:
-    renderer, environment = runner.renderer, runner.environments[position]
-    assert renderer is not None
-    prompt = runner.prepare(position, 0)
+def _print_conversation(
+    loaded: LoadedEnvironment, renderer: Renderer, config: TelescopeConfig, console: Console
+) -> None:
+    environment, prompt = loaded.environment, loaded.prepare(0)
     ends = [*renderer.stops.token_ids[:1]]
 
     def show(token_ids: list[int], style: str) -> None:

@@ -96,17 +96,17 @@ class RolloutActor:
 
     def load(self, checks_template: bool) -> tuple[str, list[EnvironmentInfo]]:
         """Loads tokenizer and environments. Returns this node's id and the environments' infos. Raises `UserError`."""
-        from telescope.rollout.environment_runner import EnvironmentRunner
         from telescope.rollout.environments import LoadedEnvironments
+        from telescope.rollout.loaded_environment import LoadedEnvironment
         from telescope.rollout.rendering import Renderer, RendererSpec
         from telescope.rollout.worker import RolloutWorker
 
         config = self._config
         renderer = Renderer(RendererSpec.from_config(config))
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
-        runner = EnvironmentRunner(self._specs, renderer, paths, on_stage=_log_stage)
-        infos = [runner.describe(i, checks_template=checks_template) for i in range(len(self._specs))]
-        environments = LoadedEnvironments(runner, timeout_seconds=config.environment_timeout_seconds)
+        loaded = [LoadedEnvironment(spec, renderer, paths, on_stage=_log_stage) for spec in self._specs]
+        infos = [each.describe(checks_template=checks_template) for each in loaded]
+        environments = LoadedEnvironments(loaded, timeout_seconds=config.environment_timeout_seconds)
         self._run(environments.start())
         _limit_memory(memory_allowance())
         self._environments = environments
@@ -115,9 +115,9 @@ class RolloutActor:
         self._watching = asyncio.run_coroutine_threadsafe(watching, self._loop)
         return ray.get_runtime_context().get_node_id(), infos
 
-    def prepare_resources(self, position: int) -> None:
+    def prepare_resources(self, env_key: str) -> None:
         """Prepares the resources of an environment."""
-        self._run(self._environments.prepare_resources(position))
+        self._run(self._environments.prepare_resources(env_key))
 
     def connect(self, servers: list[tuple[str, str]], first_version: int) -> None:
         """Connects to the inference servers, by address and secret. They start with policy version `first_version`."""
@@ -362,8 +362,8 @@ class RolloutGroup:
         # Each environment has its own deadline in the worker, which prepares them one after the other.
         seconds = LOAD_SECONDS * len(self.specs) + SILENCE_SECONDS
         calls = [
-            self.handles[home].call("preparing resources", "prepare_resources", position, seconds=seconds)
-            for position, (spec, info) in enumerate(zip(self.specs, self.infos, strict=True))
+            self.handles[home].call("preparing resources", "prepare_resources", spec.identity, seconds=seconds)
+            for spec, info in zip(self.specs, self.infos, strict=True)
             if info.shares_resources
             for home in self.homes(spec.identity)
         ]

@@ -18,8 +18,8 @@ from telescope.environments.local_rollout import ChatServer
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.inference.base import GenerateRequest, Generation
-from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
@@ -133,15 +133,15 @@ class Checks:
         """
         self._forms = FORMS if form is None else (form,)
         self._renderer, self._server = renderer, server
-        self._runner = EnvironmentRunner([spec], renderer, path)
+        self._loaded = LoadedEnvironment(spec, renderer, path)
         self._key = spec.identity
         self._timeout_seconds = timeout_seconds
-        self.info = self._runner.describe(0, checks_golds=True)
-        self.environment: Environment = self._runner.environments[0]
+        self.info = self._loaded.describe(checks_golds=True)
+        self.environment: Environment = self._loaded.environment
 
     async def run(self, items: Sequence[int]) -> list[Trial]:
         """Runs the reference solution and the cheats of these items, and the model if there is a server."""
-        self._environments = LoadedEnvironments(self._runner, timeout_seconds=self._timeout_seconds)
+        self._environments = LoadedEnvironments([self._loaded], timeout_seconds=self._timeout_seconds)
         watching = asyncio.create_task(_exit_if_blocked(self._timeout_seconds))
         try:
             await self._environments.start()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from telescope.environments.base import is_agent, wrapped_environment
+from telescope.environments.base import is_agent
 from telescope.environments.context import MODEL
 from telescope.environments.judge import USAGE
 from telescope.environments.sandbox_tools import close_pools
@@ -22,7 +22,7 @@ from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.errors import DeadlineExceeded, EnvironmentFailure
 from telescope.rollout.context import AgentRollout
 from telescope.rollout.endpoint import Endpoint
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.sample import Rollout
 from telescope.rollout.turns import MultiTurn, SingleTurn, take_turns
 from telescope.rollout.user_thread import UserThread, user_failure
@@ -40,18 +40,17 @@ CLOSE_SECONDS = 20.0
 
 
 class LoadedEnvironments:
-    """Implements `Environments` with a runner. Environments are found by the identity of their spec.
+    """Implements `Environments`. Environments are found by the identity of their spec.
 
     `timeout_seconds` limits one call of user code.
     """
 
-    def __init__(self, runner: EnvironmentRunner, *, timeout_seconds: float) -> None:
-        self._runner = runner
-        self._positions = {spec.identity: position for position, spec in enumerate(runner.specs)}
+    def __init__(self, environments: Sequence[LoadedEnvironment], *, timeout_seconds: float) -> None:
+        self.by_key = {each.spec.identity: each for each in environments}
         self._thread = UserThread(timeout_seconds)
-        found = [wrapped_environment(each) for each in runner.environments]
-        self._agents = [each for each in found if each is not None and is_agent(each)]
-        self._endpoint = Endpoint([MODEL, *([runner.renderer.spec.tokenizer_path] if runner.renderer else [])])
+        self._agents = [each.inner for each in environments if each.inner is not None and is_agent(each.inner)]
+        paths = {each.renderer.spec.tokenizer_path for each in environments if each.renderer is not None}
+        self._endpoint = Endpoint([MODEL, *paths])
 
     @property
     def is_stuck(self) -> bool:
@@ -66,30 +65,30 @@ class LoadedEnvironments:
             await self._endpoint.start(socket)
             for environment in self._agents:
                 environment.endpoint_socket = str(socket)
-        await self._runner.prepare_own_resources()
+        for loaded in self.by_key.values():
+            await loaded.prepare_own_resources()
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         label = f"environment {env_key!r}, item {index}: preparing the prompt"
-        return await self._thread.call(partial(self._runner.prepare, self._positions[env_key], index), label)
+        return await self._thread.call(partial(self.by_key[env_key].prepare, index), label)
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
-        task, runner = rollout.task, self._runner
-        position = self._positions[task.environment_key]
-        owner = runner.environments[position]
-        environment = wrapped_environment(owner)
-        assert runner.renderer is not None
+        task = rollout.task
+        loaded = self.by_key[task.environment_key]
+        owner, environment, renderer = loaded.environment, loaded.inner, loaded.renderer
+        assert renderer is not None
         USAGE.set({})
-        await self.prepare_resources(position)
+        await self.prepare_resources(task.environment_key)
 
         def turns() -> Awaitable[RewardRecord]:
             kind = MultiTurn if owner.is_multi_turn else SingleTurn
-            return take_turns(rollout, kind(rollout, runner, position, self._thread))
+            return take_turns(rollout, kind(rollout, loaded, self._thread))
 
         if environment is None or not is_agent(environment):
             reward = await turns()
         else:
             try:
-                agent = AgentRollout(rollout, environment, runner.renderer, self._endpoint, turns)
+                agent = AgentRollout(rollout, environment, renderer, self._endpoint, turns)
                 reward = await agent.run(owner.get_sample(task.item_index))
             except DeadlineExceeded:  # of a request slot: an error of the run
                 raise
@@ -107,7 +106,8 @@ class LoadedEnvironments:
         async def close_resources() -> None:
             if self._thread.started:
                 await asyncio.wait(self._thread.started, timeout=CLOSE_SECONDS / 2)
-            await self._runner.close()
+            for loaded in self.by_key.values():
+                await loaded.close()
             for environment in self._agents:
                 await close_pools(environment)
 
@@ -116,11 +116,11 @@ class LoadedEnvironments:
         except TimeoutError:
             logger.warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
 
-    async def prepare_resources(self, position: int) -> None:
+    async def prepare_resources(self, env_key: str) -> None:
         """Waits until the resources of an environment are prepared."""
-        label = f"environment {self._runner.specs[position].identity!r}: prepare_resources"
+        label = f"environment {env_key!r}: prepare_resources"
         try:
-            await asyncio.wait_for(self._runner.resources[position].ready(), START_SECONDS)
+            await asyncio.wait_for(self.by_key[env_key].prepare_resources(), START_SECONDS)
         except TimeoutError:
             raise EnvironmentFailure(f"{label} did not end within {START_SECONDS:g} seconds") from None
         except Exception as error:

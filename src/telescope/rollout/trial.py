@@ -128,7 +128,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def main(descriptor: int) -> None:
-    from telescope.rollout.environment_runner import EnvironmentRunner
+    from telescope.rollout.loaded_environment import LoadedEnvironment
 
     faulthandler.register(signal.SIGUSR1)
     os.set_inheritable(descriptor, False)
@@ -139,12 +139,13 @@ def main(descriptor: int) -> None:
     def report(**message: Any) -> None:
         driver.send_bytes(json.dumps(message).encode())
 
+    def on_stage(stage: str, doing: str) -> None:
+        report(stage=stage, doing=doing)
+
     try:
         specs = [EnvironmentSpec(**fields) for fields in request["specs"]]
-        runner = EnvironmentRunner(
-            specs, None, request["paths"], on_stage=lambda stage, doing: report(stage=stage, doing=doing)
-        )
-        infos = [runner.describe(position, checks_golds=True, checks_template=False) for position in range(len(specs))]
+        loaded = [LoadedEnvironment(spec, None, request["paths"], on_stage=on_stage) for spec in specs]
+        infos = [each.describe(checks_golds=True, checks_template=False) for each in loaded]
     except UserError as error:
         report(failed=str(error), reachable=not isinstance(error, UnreachableError))
     except BaseException as error:

@@ -28,7 +28,7 @@ from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advan
 from telescope.environments.user_code import Steps, error_text, settled
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Generation
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Dialogue
 from telescope.rollout.sample import Rollout
 from telescope.rollout.user_thread import UserThread
@@ -109,9 +109,8 @@ class SingleTurn:
 
     has_state = False
 
-    def __init__(self, rollout: Rollout, runner: EnvironmentRunner, position: int, thread: UserThread) -> None:
-        self._rollout, self._runner, self._position, self._thread = rollout, runner, position, thread
-        self._environment = runner.environments[position]
+    def __init__(self, rollout: Rollout, loaded: LoadedEnvironment, thread: UserThread) -> None:
+        self._rollout, self._loaded, self._thread = rollout, loaded, thread
 
     async def begin(self) -> list[int]:
         return self._rollout.task.prompt_token_ids
@@ -125,12 +124,12 @@ class SingleTurn:
 
     def _score(self, method: str, generation: Generation) -> Steps[Advance]:
         """Decodes the completion and has the environment score it."""
-        environment, renderer = self._environment, self._runner.renderer
+        environment, renderer = self._loaded.environment, self._loaded.renderer
         assert renderer is not None
         cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
         text = renderer.decode(generation.token_ids_N.tolist(), cut_end_token=cut)
         item = self._rollout.task.item_index
-        opened = self._runner.opened(self._position, item)
+        opened = self._loaded.opened(item)
         completion = answer_text(text, opened)
         if isinstance(completion, UnfinishedReasoning):
             completion = UnfinishedReasoning(opened + text)  # the environment's code can tell that it is reasoning
@@ -144,19 +143,19 @@ class MultiTurn:
 
     has_state = True
 
-    def __init__(self, rollout: Rollout, runner: EnvironmentRunner, position: int, thread: UserThread) -> None:
-        assert runner.renderer is not None
-        self._rollout, self._runner, self._position, self._thread = rollout, runner, position, thread
-        self._owner = runner.environments[position]
+    def __init__(self, rollout: Rollout, loaded: LoadedEnvironment, thread: UserThread) -> None:
+        assert loaded.renderer is not None
+        self._rollout, self._loaded, self._thread = rollout, loaded, thread
+        self._owner = loaded.environment
         self._environment = found = multi_turn_environment(self._owner)
-        self._renderer = runner.renderer
+        self._renderer = loaded.renderer
         self._label = f"{rollout.label}, rollout {rollout.task.sample_id!r}"
         self._state: RolloutState | None = None
         self._prompt: list[ChatMessage] = []
         """The conversation that the model answers next, and its tokens."""
         self._prompt_ids: list[int] = []
         self._dialogue = Dialogue(
-            runner.renderer, interleaved=rollout.settings.interleaved, thinking_prefix=found.add_thinking_prefix
+            loaded.renderer, interleaved=rollout.settings.interleaved, thinking_prefix=found.add_thinking_prefix
         )
 
     async def begin(self) -> list[int]:
@@ -173,7 +172,7 @@ class MultiTurn:
 
     def _begin(self) -> Steps[list[int]]:
         sample = self._owner.get_sample(self._rollout.task.item_index)
-        self._prompt = self._runner.first_messages(self._owner, sample)
+        self._prompt = self._loaded.first_messages(sample)
         made = self._environment.create_initial_state(sample)
         if inspect.isawaitable(made):
             yield self._keep_later(made)

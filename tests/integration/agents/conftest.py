@@ -15,8 +15,8 @@ from telescope.environments.registry import complete_class
 from telescope.environments.types import EnvironmentSpec
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.check import ScriptedEngine
-from telescope.rollout.environment_runner import EnvironmentRunner
 from telescope.rollout.environments import LoadedEnvironments
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.rollout.sample import Rollout, RolloutTask
 from telescope.rollout.trajectory import Trajectory
@@ -71,10 +71,15 @@ class Bench:
     policy: Policy
     slots: FakeLanes = field(default_factory=FakeLanes)
 
+    @property
+    def environment(self) -> Any:
+        (loaded,) = self.environments.by_key.values()
+        return loaded.environment
+
     def rollout(self, **changes: Any) -> Rollout:
-        runner = self.environments._runner
+        prompt = self.environments.by_key["agent"].prepare(0)
         return Rollout(
-            RolloutTask("5-0", 5, 0, "agent", "agent", 0, runner.prepare(0, 0).token_ids, (7, 5, 0)),
+            RolloutTask("5-0", 5, 0, "agent", "agent", 0, prompt.token_ids, (7, 5, 0)),
             slot_key=5, slots=self.slots, engine_of=lambda server: self.policy, environments=self.environments,
             settings=settings(**{"max_context": 4096, "max_tokens": 512, **changes}),
         )  # fmt: skip
@@ -96,7 +101,7 @@ async def bench(tokenizer_folder: str) -> Any:
     async def make_bench(cls: type[Environment], answers: Any, **kwargs: Any) -> Bench:
         renderer = Renderer(RendererSpec(tokenizer_folder))
         spec = EnvironmentSpec("agent", {"cls": cls, **kwargs}, factory=f"{__name__}:make")
-        environments = LoadedEnvironments(EnvironmentRunner([spec], renderer, []), timeout_seconds=20.0)
+        environments = LoadedEnvironments([LoadedEnvironment(spec, renderer, [])], timeout_seconds=20.0)
         await environments.start()
         made.append(Bench(environments, Policy(renderer, answers)))
         return made[-1]

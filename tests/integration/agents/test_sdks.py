@@ -219,4 +219,4 @@ async def test_a_program_in_a_sandbox_without_network_solves_a_task(bench: Any) 
     assert sample.failure_message is None
     assert sample.reward.total_reward == 1.0
     sampled_once(sample, made.policy)
-    assert not made.environments._runner.environments[0].sandboxes.in_use_sandboxes
+    assert not made.environment.sandboxes.in_use_sandboxes

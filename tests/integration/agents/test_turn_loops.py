@@ -85,7 +85,7 @@ async def test_a_turn_loop_ends_with_the_attempt_that_began_it(bench: Any) -> No
     sample = await made.run()
     assert (sample.total_reward, sample.num_infrastructure_retries) == (1.0, 1)
     assert [turn.parent for turn in sample.turns] == [None]
-    (environment,) = made.environments._runner.environments
+    environment = made.environment
     assert len(environment.ended) == 1
     num_requests = len(made.policy.requests)
     await asyncio.sleep(0.1)
@@ -142,7 +142,7 @@ class Cancelled(Guesses):
 async def test_a_state_that_was_created_ends_whenever_its_rollout_is_cancelled(bench: Any) -> None:
     made = await bench(Cancelled, ["4"])
     rollout = made.rollout()
-    (environment,) = made.environments._runner.environments
+    environment = made.environment
     environment.cancel = rollout.cancel
     assert (await rollout.run()).cancelled
     await made.environments.close()

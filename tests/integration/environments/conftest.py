@@ -7,7 +7,7 @@ import pytest_asyncio
 from tests.fakes.play import Player
 
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
@@ -77,10 +77,12 @@ async def load(tokenizer_path):
 
     async def make(*specs, timeout_seconds=20.0):
         specs = [EnvironmentSpec(spec) if isinstance(spec, str) else spec for spec in specs]
-        runner = EnvironmentRunner(specs, Renderer(RendererSpec(tokenizer_path)), [str(ENVIRONMENTS), str(OUTSIDE)])
-        infos = {spec.identity: runner.describe(position) for position, spec in enumerate(specs)}
-        await runner.prepare_own_resources()
-        loaded.append(Loaded(runner, timeout_seconds=timeout_seconds))
+        renderer = Renderer(RendererSpec(tokenizer_path))
+        environments = [LoadedEnvironment(spec, renderer, [str(ENVIRONMENTS), str(OUTSIDE)]) for spec in specs]
+        infos = {each.spec.identity: each.describe() for each in environments}
+        for each in environments:
+            await each.prepare_own_resources()
+        loaded.append(Loaded(environments, timeout_seconds=timeout_seconds))
         loaded[-1].infos = infos
         return loaded[-1]
 

@@ -214,7 +214,7 @@ async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_sta
     notes = tmp_path / "notes"
     spec = EnvironmentSpec("reserved", {"notes": str(notes), "seconds": 1.0})
     pool = await load(spec, timeout_seconds=0.5)
-    await pool.prepare_resources(0)
+    await pool.prepare_resources("reserved")
     assert notes_of(notes) == ["try", "prepared"]
     assert (await pool.answer("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
@@ -259,7 +259,7 @@ async def test_rollouts_that_are_open_when_the_pool_closes_are_ended(load, encod
 
 async def test_an_error_in_end_rollout_leaves_no_other_rollout_open(load, monkeypatch):
     pool = await load("talk")
-    environment = pool.runner.environments[0]
+    environment = pool.by_key["talk"].environment
     ended = []
 
     async def end_rollout(state):

@@ -92,7 +92,7 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(loa
         EnvironmentSpec("countdown", {**small, "portion": "train", "num_samples": 400}),
         eval_spec("countdown", {**small, "portion": "heldout", "num_samples": 100}, key="eval/countdown"),
     )
-    uids = [{sample_uid(one.get_sample(i)) for i in range(100)} for one in pool.runner.environments]
+    uids = [{sample_uid(one.environment.get_sample(i)) for i in range(100)} for one in pool.by_key.values()]
     assert not uids[0] & uids[1]
     prompt = await pool.prepare("eval/countdown", 0)
     assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"

@@ -174,12 +174,12 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
     renderer = SimpleNamespace(
         chat_text=lambda messages: "text", encode=lambda text, from_template: [1], decode=lambda ids, cut_end_token: "x"
     )
-    runner = SimpleNamespace(renderer=renderer, environments=[Broken()], first_messages=lambda *_: [])
+    loaded = SimpleNamespace(renderer=renderer, environment=Broken(), first_messages=lambda *_: [])
     task = SimpleNamespace(sample_id="r", item_index=0)
     rollout = SimpleNamespace(label="item 0", task=task, settings=SimpleNamespace(interleaved=True))
 
     async def run():
-        conversation = MultiTurn(rollout, runner, 0, UserThread(5.0))
+        conversation = MultiTurn(rollout, loaded, UserThread(5.0))
         await conversation.begin()
         with pytest.raises(EnvironmentFailure, match="no luck"):
             await conversation.respond(generation([]))

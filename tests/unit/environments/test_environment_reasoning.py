@@ -22,7 +22,7 @@ from telescope.environments import (
 from telescope.environments.parsers import answer_text, opening_tag
 from telescope.environments.types import EnvironmentSpec
 from telescope.evals.base import EnvironmentEval
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 OPENED_BY_THE_PROMPT = ["deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"]
@@ -89,11 +89,11 @@ def reward(renderer, template, answer, *, factory="make_boxed", stop_reason="len
     """The reward of an answer, as a worker computes it; of a tool environment, that of a rollout of one answer."""
     renderer.tokenizer.chat_template = released.chat_template(template)
     object.__setattr__(renderer.spec, "enable_thinking", enable_thinking)
-    runner = EnvironmentRunner([EnvironmentSpec("x", factory=f"{__name__}:{factory}")], renderer, [])
+    loaded = LoadedEnvironment(EnvironmentSpec("x", factory=f"{__name__}:{factory}"), renderer, [])
     ids = renderer.encode_continuation(answer)
     is_adding = factory == "make_adding"
     options = {"max_context": 1} if is_adding else {"for_eval": factory == "make_eval"}
-    _, reply = play_once(runner, ids, stop_reason, **options)
+    _, reply = play_once(loaded, ids, stop_reason, **options)
     assert reply.done, "one answer, or the context of one token, ends the rollout"
     return reply.reward.total_reward
 

@@ -15,7 +15,7 @@ from tests import released
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import (
     Dialogue,
     Renderer,
@@ -340,20 +340,20 @@ def make(name: str, *, environments_path: Any, prompts: list[Any], **kwargs: Any
     return Question(prompts=prompts, **kwargs)
 
 
-def runner_of(prompts: list[Any], *, template: str | None = None, **kwargs: Any) -> EnvironmentRunner:
+def loaded_of(prompts: list[Any], *, template: str | None = None, **kwargs: Any) -> LoadedEnvironment:
     spec = EnvironmentSpec("questions", {"prompts": prompts, **kwargs}, factory=f"{__name__}:make")
     made = Renderer(RendererSpec("qwen3", chat_template=template), copy.copy(released.tokenizer("qwen3")))
-    return EnvironmentRunner([spec], made, [])
+    return LoadedEnvironment(spec, made, [])
 
 
 TEXT_PARTS = [{"type": "text", "text": "Why?"}, {"type": "text", "text": "How?"}]
 
 
 def test_the_text_parts_of_a_single_turn_prompt_are_joined() -> None:
-    runner = runner_of([[{"role": "user", "content": TEXT_PARTS}], [{"role": "user", "content": "Why?\nHow?"}]])
-    prompt = runner.prepare(0, 0)
+    loaded = loaded_of([[{"role": "user", "content": TEXT_PARTS}], [{"role": "user", "content": "Why?\nHow?"}]])
+    prompt = loaded.prepare(0)
     assert prompt.messages == [{"role": "user", "content": "Why?\nHow?"}]
-    assert prompt.token_ids == runner.prepare(0, 1).token_ids
+    assert prompt.token_ids == loaded.prepare(1).token_ids
     assert "Why?\nHow?" in prompt.text
 
 
@@ -375,7 +375,7 @@ def test_the_text_parts_of_a_single_turn_prompt_are_joined() -> None:
 @pytest.mark.parametrize("options", [{}, {"system_prompt": "Be brief."}])
 def test_a_prompt_that_is_no_text_is_refused(prompt: Any, problem: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=problem):
-        runner_of(["Why?", prompt], **options).prepare(0, 1)
+        loaded_of(["Why?", prompt], **options).prepare(1)
 
 
 WITHOUT_SYSTEM = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -383,11 +383,11 @@ LAST_ONLY = "<|im_start|>{{ messages[-1].content }}<|im_end|>"
 
 
 def test_a_template_that_leaves_out_a_message_is_an_error_that_names_it() -> None:
-    runner_of(["Why?"], template=WITHOUT_SYSTEM).describe(0)
+    loaded_of(["Why?"], template=WITHOUT_SYSTEM).describe()
     with pytest.raises(UserError, match=r"leaves out the message of 'system' \(message 1 of 2\).*'questions' sends"):
-        runner_of(["Why?"], template=WITHOUT_SYSTEM, system_prompt="Be brief.").describe(0)
+        loaded_of(["Why?"], template=WITHOUT_SYSTEM, system_prompt="Be brief.").describe()
     with pytest.raises(UserError, match=r"'user' \(message 1 of 3\)"):
-        runner_of(["Why?", HISTORY], template=LAST_ONLY).describe(0)
+        loaded_of(["Why?", HISTORY], template=LAST_ONLY).describe()
 
 
 def test_released_templates_keep_every_message_or_name_the_lost_one() -> None:

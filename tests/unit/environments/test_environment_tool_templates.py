@@ -12,7 +12,7 @@ from telescope.environments import RewardResult, Sample, ToolEnvironment, get_en
 from telescope.environments.tool_template import tool_template
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Renderer, RendererSpec
 
 HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>'
@@ -95,18 +95,18 @@ def renderer():
     return made
 
 
-def runner_of(renderer, template, name="Doubling", **kwargs):
+def loaded_of(renderer, template, name="Doubling", **kwargs):
     renderer.tokenizer.chat_template = released.chat_template(template)
-    return EnvironmentRunner([EnvironmentSpec(name, kwargs, factory=f"{__name__}:make")], renderer, [])
+    return LoadedEnvironment(EnvironmentSpec(name, kwargs, factory=f"{__name__}:make"), renderer, [])
 
 
 def first_turn(renderer, template, name="Doubling", answer=None, **kwargs):
     """The text of the first prompt, the environment's reply to an answer, and the text that the model reads then."""
-    runner = runner_of(renderer, template, name, **kwargs)
-    runner.describe(0)
-    prompt = runner.prepare(0, 0).text
+    loaded = loaded_of(renderer, template, name, **kwargs)
+    loaded.describe()
+    prompt = loaded.prepare(0).text
     ids = renderer.encode_continuation(answer or CALLS[FORMS[template] or HERMES])
-    first, reply = play_once(runner, ids, "stop")
+    first, reply = play_once(loaded, ids, "stop")
     assert renderer.decode(first.token_ids, cut_end_token=False) == prompt
     return prompt, reply.messages, renderer.decode(reply.token_ids, cut_end_token=False)
 
@@ -160,13 +160,13 @@ def test_other_templates_show_the_tools_in_the_system_message(renderer, template
     ],
 )  # fmt: skip
 def test_folders_that_ask_for_the_system_message_keep_it(renderer, name, kwargs, shown):
-    prompt = runner_of(renderer, "qwen3", name, **kwargs).prepare(0, 0).text
+    prompt = loaded_of(renderer, "qwen3", name, **kwargs).prepare(0).text
     assert "# Tools" not in prompt and (shown in prompt if shown else "double" not in prompt)
 
 
 def test_a_role_that_the_template_rejects_is_an_error_at_the_start(renderer):
     with pytest.raises(UserError, match=r"'Doubling' replies with the role 'tool', which the chat template .* rejects"):
-        runner_of(renderer, "gemma3", tool_role="tool").describe(0)
+        loaded_of(renderer, "gemma3", tool_role="tool").describe()
 
 
 def test_a_folder_with_its_own_format_of_results_replies_as_the_user(renderer):
@@ -177,7 +177,7 @@ def test_a_folder_with_its_own_format_of_results_replies_as_the_user(renderer):
 def test_the_system_prompt_stands_beside_the_tools_of_the_template(renderer):
     prompt, *_ = first_turn(renderer, "qwen3", system_prompt="Be brief.")
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and "You may call these" not in prompt
-    prompt = runner_of(renderer, "llama3_1", system_prompt="Be brief.").prepare(0, 0).text
+    prompt = loaded_of(renderer, "llama3_1", system_prompt="Be brief.").prepare(0).text
     assert "Be brief.<|eot_id|>" in prompt and "You may call" not in prompt
 
 

@@ -6,7 +6,7 @@ from telescope.environments.base import EvalMetricsResult, RewardResult, Sample,
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import Eval
-from telescope.rollout.environment_runner import EnvironmentRunner
+from telescope.rollout.loaded_environment import LoadedEnvironment
 
 
 class Broken(SingleTurnEnvironment):
@@ -24,17 +24,17 @@ def make(name, *, environments_path, error):
 def test_the_dataset_is_loaded_in_its_own_stage_and_its_error_names_the_environment():
     stages = []
     spec = EnvironmentSpec("broken", {"error": ValueError("no such file")}, factory=f"{__name__}:make")
-    runner = EnvironmentRunner([spec], None, [], on_stage=lambda stage, description: stages.append(stage))
+    loaded = LoadedEnvironment(spec, None, [], on_stage=lambda stage, description: stages.append(stage))
     assert stages == ["making"]
     with pytest.raises(UserError, match="Loading the dataset of the environment 'broken' failed: ValueError: no such"):
-        runner.describe(0)
+        loaded.describe()
     assert stages == ["making", "dataset"]
 
 
 def test_a_dataset_that_the_network_does_not_reach_is_an_error_with_the_fix():
     spec = EnvironmentSpec("broken", {"error": ConnectionError("no hub")}, factory=f"{__name__}:make")
     with pytest.raises(UserError, match=r"ConnectionError: no hub.* Connect this machine, or download the dataset"):
-        EnvironmentRunner([spec], None, []).describe(0)
+        LoadedEnvironment(spec, None, []).describe()
 
 
 class Alone(Eval):
@@ -50,7 +50,7 @@ def make_eval(name, *, environments_path):
 
 
 async def test_an_eval_without_an_environment_has_no_resources():
-    runner = EnvironmentRunner([EnvironmentSpec("alone", {}, factory=f"{__name__}:make_eval")], None, [])
-    assert not runner.describe(0).shares_resources, "it may run in every process of a host"
-    await runner.resources[0].ready()
-    await runner.close()
+    loaded = LoadedEnvironment(EnvironmentSpec("alone", {}, factory=f"{__name__}:make_eval"), None, [])
+    assert not loaded.describe().shares_resources, "it may run in every process of a host"
+    await loaded.prepare_resources()
+    await loaded.close()

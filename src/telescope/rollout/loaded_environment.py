@@ -1,8 +1,8 @@
-"""Loads environments, describes them, and renders their prompts.
+"""Loads an environment, describes it, and renders its prompts.
 
-Owns the loaded environments and their resources (sandbox pools, connections). `prepare_resources` and `close_resources`
-run one at a time in a process, and again after a failure. `rollout.user_thread` owns the threads and deadlines of user
-code, `rollout.environments` the rollouts.
+Owns the environment and its resources (sandbox pools, connections). `prepare_resources` and `close_resources` run one
+at a time in a process, and again after a failure. `rollout.user_thread` owns the threads and deadlines of user code,
+`rollout.environments` the rollouts.
 """
 
 from __future__ import annotations
@@ -45,77 +45,102 @@ MAX_TRIED_ITEMS = 64
 """Items whose messages are tried with the chat template before a run."""
 
 
-class EnvironmentRunner:
-    """The environments of one process, by position."""
+class LoadedEnvironment:
+    """An environment of this process: `environment` is what the `spec` creates, an environment or an eval.
+
+    `inner` is the environment itself, also if an eval wraps it. None for an eval without one.
+    """
 
     def __init__(
         self,
-        specs: Sequence[EnvironmentSpec],
+        spec: EnvironmentSpec,
         renderer: Renderer | None,
         path: Sequence[str],
         *,
         on_stage: Callable[[str, str], None] = lambda stage, doing: None,
     ) -> None:
-        """Imports and creates the environments.
+        """Imports and creates the environment.
 
         `on_stage(stage, description)` is called before user code loads something; the stage is `making`, `dataset` or
         `resources`. Raises `UserError` with the environment and the line when user code raises or exits.
         """
+        self.spec = spec
         self.renderer = renderer
-        self.specs = list(specs)
         self.on_stage = on_stage
-        self.environments = [self._make(spec, path) for spec in specs]
-        self.resources = [Resources(environment) for environment in self.environments]
-        self._opened: dict[tuple[int, int], str] = {}
+        module, _, function = spec.factory.partition(":")
+        with self._loading("making", "importing and making"):
+            make = getattr(importlib.import_module(module), function)
+            self.environment: Any = make(spec.name, environments_path=path, **spec.kwargs)
+        if renderer is not None and not self.environment.eos_token:
+            self.environment.eos_token = renderer.eos_token
+        self.inner = wrapped_environment(self.environment)
+        self._owner = self.environment if self.inner is None else self.inner  # `or` would call `len`: loads the dataset
+        prepare = getattr(type(self._owner), "prepare_resources", None)
+        self._has_resources = prepare not in (None, Environment.prepare_resources)
+        self.shares_resources = self._has_resources and getattr(self._owner, "resources_per", "host") == "host"
+        """Whether one process runs all of it, because its resources exist once per host."""
+        self._is_prepared = not self._has_resources
+        self._preparing: asyncio.Future[Any] | None = None
+        self._opened: dict[int, str] = {}
         """The tag that opens reasoning at the end of an item's prompt, or `""`, for single-turn environments."""
 
     @contextlib.contextmanager
-    def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
+    def _loading(self, stage: str, doing: str) -> Iterator[None]:
         """Turns any error of user code during loading into a `UserError`."""
-        kind = "eval" if spec.factory.startswith("telescope.evals.") else "environment"
-        self.on_stage(stage, f"{doing} the {kind} {spec.name!r}")
+        kind = "eval" if self.spec.factory.startswith("telescope.evals.") else "environment"
+        self.on_stage(stage, f"{doing} the {kind} {self.spec.name!r}")
         try:
             yield
         except UserError:
             raise
         except BaseException as error:
             traceback.print_exc()
-            what = f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe_error(error)}"
+            what = f"{doing.capitalize()} the {kind} {self.spec.name!r} failed: {describe_error(error)}"
             if isinstance(error, ConnectionError):  # the package datasets raises it without the hub
                 what += ". Connect this machine, or download the dataset beforehand (`hf download --repo-type dataset`)"
             raise UserError(what) from error
 
-    def _make(self, spec: EnvironmentSpec, path: Sequence[str]) -> Any:
-        module, _, function = spec.factory.partition(":")
-        with self._loading(spec, "making", "importing and making"):
-            environment = getattr(importlib.import_module(module), function)(
-                spec.name, environments_path=path, **spec.kwargs
-            )
-        if self.renderer is not None and not environment.eos_token:
-            environment.eos_token = self.renderer.eos_token
-        return environment
-
     async def prepare_own_resources(self) -> None:
         """Prepares the resources that every process has for itself."""
-        for position, spec in enumerate(self.specs):
-            if self.resources[position].overridden and not self.resources[position].per_host:
-                with self._loading(spec, "resources", "preparing the resources of"):
-                    await self.resources[position].ready()
+        if self._has_resources and not self.shares_resources:
+            with self._loading("resources", "preparing the resources of"):
+                await self.prepare_resources()
+
+    async def prepare_resources(self) -> None:
+        """Prepares the resources. Raises what the environment's `prepare_resources` raises."""
+        if self._is_prepared:
+            return
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(self._prepare_resources())
+        # Shielded: a caller whose deadline passes must not cancel the preparation for the others.
+        await asyncio.shield(self._preparing)
+
+    async def _prepare_resources(self) -> None:
+        try:
+            await without_exit(self._owner.prepare_resources())
+            self._is_prepared = True
+        finally:
+            self._preparing = None
 
     async def close(self) -> None:
-        for resources in self.resources:
-            await resources.close()
+        """Closes prepared resources. Prints errors, because the process is about to exit."""
+        if not (self._has_resources and self._is_prepared):
+            return
+        self._is_prepared = False
+        try:
+            await without_exit(self._owner.close_resources())
+        except Exception:
+            traceback.print_exc()
 
-    def describe(self, position: int, *, checks_golds: bool = False, checks_template: bool = True) -> EnvironmentInfo:
+    def describe(self, *, checks_golds: bool = False, checks_template: bool = True) -> EnvironmentInfo:
         """Loads the dataset, renders the first prompt, and describes the environment.
 
         Raises `UserError` when the dataset is empty or its first prompt cannot be rendered. With `checks_golds` also
         when no completion can equal most of its answers, with `checks_template` also when a message never reaches the
         model.
         """
-        spec, environment = self.specs[position], self.environments[position]
-        found = wrapped_environment(environment)
-        with self._loading(spec, "dataset", "loading the dataset of"):
+        spec, environment, found = self.spec, self.environment, self.inner
+        with self._loading("dataset", "loading the dataset of"):
             count = len(environment)
             uids = [sample_uid(environment.get_sample(i)) for i in digest_positions(count)]
         if count == 0:
@@ -124,19 +149,19 @@ class EnvironmentRunner:
                 "dataset, split and num_samples."
             )
         if checks_golds:
-            with self._loading(spec, "dataset", "checking the answers of"):
+            with self._loading("dataset", "checking the answers of"):
                 report = report_golds(spec.name, environment)
             if found is not None:
                 if report is not None:
                     found.notice(report)
-                with self._loading(spec, "dataset", "checking the resources of"):
+                with self._loading("dataset", "checking the resources of"):
                     try:
                         asyncio.run(found.check_resources())
                     except UserError as error:  # another machine may have the resources
                         raise UnreachableError(f"The environment {spec.name!r}: {error}") from error
         if self.renderer is not None:
             try:
-                self.prepare(position, 0)
+                self.prepare(0)
             except UserError:
                 raise
             except BaseException as error:
@@ -144,9 +169,9 @@ class EnvironmentRunner:
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"
                 ) from error
             if checks_template:
-                self._check_template(self.renderer, spec, environment)
+                self._check_template(self.renderer)
             if environment.is_multi_turn:
-                self._check_replies(self.renderer, spec, environment)
+                self._check_replies(self.renderer)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
@@ -157,16 +182,16 @@ class EnvironmentRunner:
             tags_options={key: list(value) for key, value in environment.tags_options.items()},
             dataset_digest=hashlib.sha256(",".join(uids).encode()).hexdigest()[:16],
             fingerprints="".join(uid[:FINGERPRINT_DIGITS] for uid in uids),
-            shares_resources=self.resources[position].overridden and self.resources[position].per_host,
+            shares_resources=self.shares_resources,
             ends_rollouts=isinstance(found, MultiTurnEnvironment)
             and type(found).end_rollout is not MultiTurnEnvironment.end_rollout,
             notices=[] if found is None else list(found._notices),
             stops={} if self.renderer is None else asdict(self.renderer.stops),
         )
 
-    def _check_replies(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
+    def _check_replies(self, renderer: Renderer) -> None:
         """Raises `UserError` when the template rejects the role of the environment's replies."""
-        found = multi_turn_environment(environment)
+        found = multi_turn_environment(self.environment)
         role, tools = found.role_of_replies, found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
         turn = [answer, {"role": role, "content": "Another."}]
@@ -174,39 +199,40 @@ class EnvironmentRunner:
             renderer.chat_text([{"role": "user", "content": "Choose a number."}, *turn, *turn], tools)
         except Exception as error:
             raise UserError(
-                f"The environment {spec.name!r} replies with the role {role!r}, which the chat template of "
+                f"The environment {self.spec.name!r} replies with the role {role!r}, which the chat template of "
                 f"{renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
                 "tool_role."
             ) from error
 
-    def _check_template(self, renderer: Renderer, spec: EnvironmentSpec, environment: Any) -> None:
+    def _check_template(self, renderer: Renderer) -> None:
         """Raises `UserError` for a message of the environment that the template leaves out.
 
         Tries each order of roles among the prompts of some items, followed by two turns in a multi-turn environment.
         """
-        if not (environment.is_multi_turn or _renders_messages(environment)):
+        environment = self.environment
+        if not (environment.is_multi_turn or self._renders_messages):
             return
         tried: set[tuple[str, ...]] = set()
         positions = digest_positions(len(environment))
         for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
             with contextlib.suppress(Exception):  # a broken prompt is skipped later, when it is used
-                messages = self.first_messages(environment, environment.get_sample(index))
+                messages = self.first_messages(environment.get_sample(index))
                 roles = tuple(message["role"] for message in messages)
                 if roles not in tried:
                     tried.add(roles)
-                    lost = self._lost_message(renderer, environment, messages)
+                    lost = self._lost_message(renderer, messages)
             if lost is not None:
                 raise UserError(
                     f"The chat template of {renderer.spec.tokenizer_path!r} leaves out {lost}, which the environment "
-                    f"{spec.name!r} sends: the model would never read it. Set chat_template, or change what it sends "
-                    "(system_prompt, tool_role)."
+                    f"{self.spec.name!r} sends: the model would never read it. Set chat_template, or change what it "
+                    "sends (system_prompt, tool_role)."
                 )
 
-    def _lost_message(self, renderer: Renderer, environment: Any, messages: list[ChatMessage]) -> str | None:
-        if not environment.is_multi_turn:
+    def _lost_message(self, renderer: Renderer, messages: list[ChatMessage]) -> str | None:
+        if not self.environment.is_multi_turn:
             return lost_message(renderer, messages)
-        found = multi_turn_environment(environment)
+        found = multi_turn_environment(self.environment)
         tools = found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
         reply = {"role": found.role_of_replies, "name": "tool", "content": "Again."}
@@ -215,88 +241,47 @@ class EnvironmentRunner:
         except Exception:  # the template does not accept such turns after these messages
             return lost_message(renderer, messages, tools)
 
-    def prepare(self, position: int, index: int) -> PreparedPrompt:
+    def prepare(self, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of an item."""
-        assert self.renderer is not None, "a pool without a renderer prepares no prompts"
-        environment = self.environments[position]
+        assert self.renderer is not None, "without a renderer there are no prompts"
+        environment = self.environment
         sample: Sample = environment.get_sample(index)
         if environment.is_multi_turn:
-            messages = self.first_messages(environment, sample)
+            messages = self.first_messages(sample)
             found = multi_turn_environment(environment)
             text = self.renderer.chat_text(messages, found.template_tools)
             if found.add_thinking_prefix:
                 text = with_thinking_prefix(text)
             ids = self.renderer.encode(text, from_template=True)
         else:
-            text = self._prompt_text(position, index)
+            text = self._prompt_text(index)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
             messages = [{"role": "prompt", "content": without_breaks(text)}]
-            if _renders_messages(environment):
-                messages = self.first_messages(environment, sample)
+            if self._renders_messages:
+                messages = self.first_messages(sample)
         return PreparedPrompt(ids, without_breaks(text), messages, sample_uid(sample))
 
-    def _prompt_text(self, position: int, index: int) -> str:
+    def _prompt_text(self, index: int) -> str:
         assert self.renderer is not None
-        environment = self.environments[position]
-        text = self.renderer.prompt_text(environment, environment.get_sample(index).prompt)
-        self._opened[position, index] = opening_tag(text)
+        text = self.renderer.prompt_text(self.environment, self.environment.get_sample(index).prompt)
+        self._opened[index] = opening_tag(text)
         return text
 
-    def first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
-        if not environment.is_multi_turn:
-            return as_json(environment.build_messages(sample.prompt), "messages")
+    @property
+    def _renders_messages(self) -> bool:
+        """Returns whether a single-turn environment's prompts show its messages. A custom `format_prompt` may not."""
+        is_own = not type(self.environment).format_prompt.__module__.startswith("telescope.")
+        return self.environment.uses_chat_template and not is_own
+
+    def first_messages(self, sample: Sample) -> list[ChatMessage]:
+        if not self.environment.is_multi_turn:
+            return as_json(self.environment.build_messages(sample.prompt), "messages")
         assert self.renderer is not None
-        prompt = multi_turn_environment(environment).get_initial_prompt(sample, self.renderer.tokenizer)
+        prompt = multi_turn_environment(self.environment).get_initial_prompt(sample, self.renderer.tokenizer)
         return serialize_messages(prompt, "get_initial_prompt")
 
-    def opened(self, position: int, index: int) -> str:
+    def opened(self, index: int) -> str:
         """Returns the tag that opens reasoning at the end of a single-turn item's prompt, or an empty text."""
-        if (position, index) not in self._opened:  # another process rendered the prompt
-            self._prompt_text(position, index)
-        return self._opened[position, index]
-
-
-class Resources:
-    """The resources of one environment, or of the environment that an eval wraps."""
-
-    def __init__(self, environment: Any) -> None:
-        wrapped = wrapped_environment(environment)
-        self._owner = environment if wrapped is None else wrapped  # `or` would call `len`, which loads the dataset
-        mine = getattr(type(self._owner), "prepare_resources", None)
-        self.overridden = mine is not None and mine is not Environment.prepare_resources
-        """Whether the environment has resources to prepare."""
-        self.per_host = getattr(self._owner, "resources_per", "host") == "host"
-        self._prepared = not self.overridden
-        self._preparing: asyncio.Future[Any] | None = None
-
-    async def ready(self) -> None:
-        """Prepares the resources. Raises what `prepare_resources` raises."""
-        if self._prepared:
-            return
-        if self._preparing is None:
-            self._preparing = asyncio.create_task(self._prepare())
-        # Shielded: a caller whose deadline passes must not cancel the preparation for the others.
-        await asyncio.shield(self._preparing)
-
-    async def _prepare(self) -> None:
-        try:
-            await without_exit(self._owner.prepare_resources())
-            self._prepared = True
-        finally:
-            self._preparing = None
-
-    async def close(self) -> None:
-        """Closes prepared resources. Prints errors, because the process is about to exit."""
-        if not (self.overridden and self._prepared):
-            return
-        self._prepared = False
-        try:
-            await without_exit(self._owner.close_resources())
-        except Exception:
-            traceback.print_exc()
-
-
-def _renders_messages(environment: Any) -> bool:
-    """Returns whether a single-turn environment's prompts show its messages. A custom `format_prompt` may not."""
-    is_own = not type(environment).format_prompt.__module__.startswith("telescope.")
-    return environment.uses_chat_template and not is_own
+        if index not in self._opened:  # another process rendered the prompt
+            self._prompt_text(index)
+        return self._opened[index]
