@@ -15,7 +15,6 @@ import ast
 import contextlib
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -265,14 +264,10 @@ def _install_package(folder: Path) -> None:
     if name in sys.modules:
         return
     initial = folder / "__init__.py"
-    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    if initial.exists():
-        found = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
-        assert found is not None
-        spec = found
+    spec = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
     package = sys.modules[name] = importlib.util.module_from_spec(spec)
-    package.__path__ = [str(folder)]
-    if spec.loader is not None:
+    if initial.exists():
         try:
             spec.loader.exec_module(package)
         except BaseException:
