@@ -167,17 +167,13 @@ def own_problems(subset: str | None = None) -> list[dict[str, Any]]:
 
 def samples_of(rows: Iterable[dict[str, Any]]) -> list[Sample]:
     """Returns rows with `COLUMNS` as samples. Skips rows without an answer."""
-    return [sample for row in rows if (sample := _sample(row)) is not None]
-
-
-def _sample(row: dict[str, Any]) -> Sample | None:
-    golds = read_golds(row.get("answer")) or read_golds(extract_stated_answer(str(row.get("solution", ""))))
-    level = str(row.get("level", ""))
-    digits = "".join(character for character in level if character in "0123456789")
-    subject = str(row.get("type") or row.get("subject") or "")
-    return make_sample(
-        row.get("problem") or row.get("question"), golds, {"level": int(digits) if digits else 0, "subject": subject}
-    )
+    samples = []
+    for row in rows:
+        golds = read_golds(row.get("answer")) or read_golds(extract_stated_answer(str(row.get("solution", ""))))
+        digits = re.sub(r"[^0-9]", "", str(row.get("level", "")))
+        metadata = {"level": int(digits or 0), "subject": str(row.get("type") or row.get("subject") or "")}
+        samples.append(make_sample(row.get("problem") or row.get("question"), golds, metadata))
+    return [sample for sample in samples if sample is not None]
 
 
 def make_sample(prompt: Any, golds: list[str], metadata: dict[str, Any]) -> Sample | None:
