@@ -133,12 +133,8 @@ async def plan_eval(
     info = await environments.describe(environment_key)
     num_items = num_eval_items(entry, info.num_samples)
     prompts = await asyncio.gather(*(environments.prepare(environment_key, index) for index in range(num_items)))
-    settings = dataclasses.replace(
-        sampling,
-        temperature=sampling.temperature if entry.temperature is None else entry.temperature,
-        top_p=sampling.top_p if entry.top_p is None else entry.top_p,
-        max_tokens=sampling.max_tokens if entry.max_tokens is None else entry.max_tokens,
-    )
+    own = {name: getattr(entry, name) for name in ("temperature", "top_p", "max_tokens")}
+    settings = dataclasses.replace(sampling, **{name: value for name, value in own.items() if value is not None})
     items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
     return PlannedEval(
         entry.name, environment_key, items, settings, entry.separate_eval_samples, number, entry.pass_k,
