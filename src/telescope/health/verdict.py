@@ -114,7 +114,10 @@ def verdict(history: History, found: Sequence[Finding], state: State) -> list[di
 
     An error or a stall comes first. Many groups without a signal are mentioned beside another problem.
     """
-    worst = [*_stalled(state), *found]
+    worst = list(found)
+    if state.status == "live" and state.is_training:
+        stall = rules.stalled(state.seconds_since_step, state.step_seconds)
+        worst[:0] = [] if stall is None else [stall]
     ended = _end(state)
     facts = [*ended, *(_sentence(each.text, each.metrics) for each in worst)]
     urgent = len(ended) or int(any(each.level == "error" for each in worst[:1]))
@@ -221,13 +224,6 @@ def _end(state: State) -> list[dict[str, Any]]:
         text = "The process of the run is gone, without an error. telescope train --resume continues it."
         return [_sentence(text, ())]
     return []
-
-
-def _stalled(state: State) -> list[Finding]:
-    if state.status != "live" or not state.is_training:
-        return []
-    found = rules.stalled(state.seconds_since_step, state.step_seconds)
-    return [found] if found is not None else []
 
 
 def _outcome(history: History) -> list[dict[str, Any]]:

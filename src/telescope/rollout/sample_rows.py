@@ -81,10 +81,13 @@ def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     firsts = [0, *accumulate(len(turn.replies) + 1 for turn in sample.turns)]  # first row in `turns` of each turn
     following: dict[int | None, list[tuple[int, str]]] = {}
+    """Tool results after each completion, with their rows in `turns`."""
     is_loop = bool(sample.turns) and not sample.turns[0].replies  # then a turn that restarts follows the turn before it
     for index, turn in enumerate(sample.turns):
         before = index - 1 if turn.parent is None and is_loop else turn.parent
-        following.setdefault(before, _results(turn, firsts[index]))
+        replies = enumerate(turn.replies, firsts[index])
+        results = [(row, reply[1]) for row, reply in replies if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
+        following.setdefault(before, results)
     for index, turn in enumerate(sample.turns):
         results, num_calls = following.get(index, []), len(turn.tool_calls)
         if len(results) != num_calls:
@@ -94,12 +97,6 @@ def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
             of_call = {"sample_id": sample.sample_id, "turn": index, "call": len(rows), "result": text}
             rows.append({**of_call, **call, "reply": reply})
     return rows
-
-
-def _results(turn: Turn, first: int) -> list[tuple[int, str]]:
-    """Returns the tool results before a completion, with their rows in `turns`. The first message is row `first`."""
-    replies = enumerate(turn.replies, first)
-    return [(row, reply[1]) for row, reply in replies if reply[0] == "tool" or reply[2:] == (TOOL_RESULT,)]
 
 
 def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
