@@ -313,7 +313,6 @@ class Environment(Dataset):
         host, so a host has its resources once. With `resources_per = "process"` every process runs it and has its own
         resources.
         """
-        return None
 
     async def close_resources(self) -> None:
         """Closes resources. Awaited for some seconds when the process ends normally; not called after a crash."""

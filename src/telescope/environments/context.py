@@ -117,23 +117,18 @@ class Services(Protocol):
 
     async def complete(self, call: Call) -> Answer:
         """Samples a completion. Raises `RefusedCall`, and `InfrastructureError` when no engine responds."""
-        ...
 
     async def take_turns(self) -> RewardResult:
         """Runs the turn loop."""
-        ...
 
     async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
         """Asks the judge. Raises `InfrastructureError`."""
-        ...
 
     async def sandbox(self, image: str | None) -> Any:
         """Returns a sandbox that is destroyed with the rollout."""
-        ...
 
     def base_url(self, chat: str) -> str:
         """Returns the endpoint's URL for one conversation of the rollout."""
-        ...
 
 
 class Chat:

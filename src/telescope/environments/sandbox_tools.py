@@ -179,7 +179,6 @@ class SandboxTools(SandboxEnvironment):
 
     async def set_up_sandbox(self, handle: SandboxHandle, state: RolloutState) -> None:
         """Prepares a new sandbox for the rollout."""
-        return None
 
     def working_dir_of(self, state: RolloutState) -> str | None:
         """Returns the folder in which commands start; None means the provider's."""

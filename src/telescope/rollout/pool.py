@@ -38,11 +38,9 @@ class Worker(Protocol):
 
     async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
         """Sends orders and returns a report. Raises `WorkerLost`."""
-        ...
 
     async def restart(self) -> None:
         """Restarts the worker after `WorkerLost`, without rollouts and lanes. Raises when it cannot."""
-        ...
 
 
 @dataclass(eq=False)

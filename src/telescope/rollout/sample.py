@@ -114,15 +114,12 @@ class Environments(Protocol):
     @property
     def is_stuck(self) -> bool:
         """Returns whether user code hangs past its deadline and blocks a thread of this process."""
-        ...
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item."""
-        ...
 
     async def roll_out(self, rollout: Rollout) -> RewardRecord:
         """Runs the environment's rollout, which samples turns through `rollout`. Returns the score."""
-        ...
 
 
 class Rollout:

@@ -44,15 +44,12 @@ class Conversation(Protocol):
 
     async def begin(self) -> list[int]:
         """Returns the token ids of the first prompt."""
-        ...
 
     async def respond(self, generation: Generation) -> Advance:
         """Passes a completion to the environment. Returns its replies, or the score."""
-        ...
 
     async def end(self) -> None:
         """Drops the state. Called once."""
-        ...
 
 
 async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardRecord:
