@@ -255,8 +255,7 @@ def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str 
             while True:
                 is_done, result = take_step(resume)
                 if is_done:
-                    scored: tuple[RewardResult, str | None] = result
-                    return scored
+                    return result
                 try:
                     resume = partial(steps.send, loop.run(maybe_await(result), context=copy_context()))
                 except Exception as error:

@@ -194,8 +194,7 @@ class SandboxTools(SandboxEnvironment):
                 await self.sandboxes.remove(handle)
                 raise
             state.custom[SANDBOX_KEY] = handle
-        found: SandboxHandle = state.custom[SANDBOX_KEY]
-        return found
+        return state.custom[SANDBOX_KEY]
 
     async def shell(self, command: str, state: RolloutState) -> ToolResult:
         """Run a command in a shell. Files that it writes are there in later calls.

@@ -128,8 +128,7 @@ def serialize_messages(messages: Any, method: str, expected: str = "a list of me
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedResultError(f"{method} returned the message {_shown(message)}, not a dict with a role")
     with_text = [_with_text(message, method) for message in messages]
-    plain: list[ChatMessage] = as_json(with_text, method)
-    return plain
+    return as_json(with_text, method)
 
 
 def _with_text(message: ChatMessage, method: str) -> ChatMessage:

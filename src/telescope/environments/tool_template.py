@@ -44,13 +44,12 @@ def tool_template(tokenizer: Any) -> ToolTemplate | None:
 @lru_cache(maxsize=4)
 def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
     def render(*messages: ChatMessage, prompts: bool = True) -> str:
-        text: str = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             with_channels_as_fields(messages, template),
             tools=[{"type": "function", "function": _FUNCTION}],
             tokenize=False,
             add_generation_prompt=prompts,
         )
-        return text
 
     question = {"role": "user", "content": "0"}
     functions = [{"id": "call00000", "type": "function", "function": _CALL}]

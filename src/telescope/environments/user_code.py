@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from telescope.errors import UserError
 
@@ -183,7 +183,7 @@ async def take_steps(steps: Steps[R]) -> R:
     while True:
         is_done, result = await asyncio.to_thread(take_step, resume)
         if is_done:
-            return cast("R", result)
+            return result
         try:
             resume = partial(steps.send, await result)
         except Exception as error:

@@ -120,8 +120,7 @@ class Eval(Dataset):
 
     def format_prompt(self, question: str | list[ChatMessage], tokenizer: Any, **options: Any) -> str:
         """Returns the text before the completion, formatted by the environment if any."""
-        text: str = call_with_declared(self._format().format_prompt, question, tokenizer, **options)
-        return text
+        return call_with_declared(self._format().format_prompt, question, tokenizer, **options)
 
     def _environment_name(self) -> str:
         return self.name if self.env is None else self.env.name

@@ -189,14 +189,13 @@ class Renderer:
         """Renders a conversation, with breaks (`BREAK`)."""
 
         def render(messages: Sequence[ChatMessage]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=self.spec.enable_thinking,
                 **({"tools": tools} if tools else {}),
             )
-            return text
 
         shown = self.neutral(with_channels_as_fields(messages, str(self.tokenizer.chat_template)))
         return self._results.render(shown, render) if self._results else render(shown)

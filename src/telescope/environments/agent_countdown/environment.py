@@ -80,8 +80,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
             await super().prepare_resources()
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
-        result: RewardResult = await getattr(self, f"_{self.agent}")(sample, context)
-        return result
+        return await getattr(self, f"_{self.agent}")(sample, context)
 
     async def _sdk(self, sample: Sample, context: RolloutContext) -> RewardResult:
         client, messages = context.openai(), []

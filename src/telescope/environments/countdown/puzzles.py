@@ -176,8 +176,7 @@ class Expression:
         def value_of(node: Any) -> Fraction:
             if isinstance(node, ast.Constant):
                 return Fraction(cast("int", node.value))
-            result: Fraction = OPERATIONS[_SIGNS[type(node.op)]](value_of(node.left), value_of(node.right))
-            return result
+            return OPERATIONS[_SIGNS[type(node.op)]](value_of(node.left), value_of(node.right))
 
         return value_of(self.tree)
 

@@ -171,8 +171,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
                 _, found, report = done.stdout.rpartition(nonce)
                 if found:
                     is_clean = True
-                    results: list[dict[str, Any]] = json.loads(report)
-                    return results
+                    return json.loads(report)
                 if done.exit_code == COMMAND_NOT_FOUND:
                     raise SandboxError(f"the sandbox has no python3: {done.stderr.strip()}")
                 if done.exit_code == STOPPED:
