@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that names none, as in transformers."""
-MARKS_BEHIND_SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""Texts from which `clean_up_tokenization_spaces` removes spaces, in this order."""
 RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length", "return_tensors",
                   "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
 """Options of `apply_chat_template` that only transformers implements."""
@@ -141,10 +139,6 @@ class Tokenizer:
     def encode(self, text: str, *rest: Any, **options: Any) -> Any:
         return self(text, *rest, **options)["input_ids"]
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str]:
-        """Returns a text's tokens as they are in the vocabulary."""
-        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens)
-
     def decode(
         self,
         token_ids: Any,
@@ -160,19 +154,13 @@ class Tokenizer:
             ids = [ids]
         if len(ids) and isinstance(ids[0], list | tuple):
             return [self.decode(each, skip_special_tokens, clean_up_tokenization_spaces) for each in ids]
-        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         clean_up = clean_up_tokenization_spaces
-        if self.clean_up_tokenization_spaces if clean_up is None else clean_up:
-            # transformers ignores this option for BPE, so cleaning here would change the text.
-            is_bpe = isinstance(self.backend_tokenizer.model, models.BPE)
-            for mark in () if is_bpe else MARKS_BEHIND_SPACES:
-                text = text.replace(mark, mark.strip())
-        return text
-
-    def batch_decode(self, sequences: Any, *arguments: Any, **options: Any) -> list[str]:
-        """Returns the text of each list of token ids."""
-        texts = self.decode(sequences, *arguments, **options)
-        return [texts] if isinstance(texts, str) else texts
+        cleans = self.clean_up_tokenization_spaces if clean_up is None else clean_up
+        if cleans and not isinstance(self.backend_tokenizer.model, models.BPE):  # transformers ignores it for BPE
+            return self._transformers("texts without spaces before punctuation").decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True
+            )
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -222,13 +210,6 @@ class Tokenizer:
         token_id = self.backend_tokenizer.token_to_id(tokens)
         return self.unk_token_id if token_id is None and tokens != self.unk_token else token_id
 
-    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
-        """Returns the token of an id, or of each of several."""
-        if isinstance(ids, int):
-            return self.backend_tokenizer.id_to_token(ids)
-        skipped = self.all_special_ids if skip_special_tokens else ()
-        return [self.backend_tokenizer.id_to_token(int(token_id)) for token_id in ids if token_id not in skipped]
-
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Returns special tokens by name."""
@@ -259,7 +240,3 @@ class Tokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab()
-
-    def get_added_vocab(self) -> dict[str, int]:
-        """Returns the id of each token in `added_tokens_decoder`."""
-        return {token.content: token_id for token_id, token in sorted(self.added_tokens_decoder.items())}
