@@ -160,7 +160,6 @@ def _rebuild(raw: tokenizers.Tokenizer, name: str, settings: dict[str, Any]) -> 
             normalizer, splitter = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
             steps += [] if prefix is False else [decoders.Strip(" ", left=1)]
         decoder = decoders.Sequence(steps)
-        settings.setdefault("padding_side", "left")
     elif name in QWEN_LETTERS:
         split = pre_tokenizers.Split(tokenizers.Regex(QWEN_SPLIT % QWEN_LETTERS[name]), "isolated")
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
@@ -169,7 +168,6 @@ def _rebuild(raw: tokenizers.Tokenizer, name: str, settings: dict[str, Any]) -> 
         normalizer = None
     elif name == "CohereTokenizer":
         splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
-        settings.setdefault("padding_side", "left")
     else:
         raw.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     raw.normalizer, raw.pre_tokenizer, raw.decoder = normalizer, splitter, decoder

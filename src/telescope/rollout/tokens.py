@@ -21,8 +21,6 @@ from telescope.config.chat_template import compile_template
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-UNLIMITED = int(1e30)
-"""`model_max_length` of a tokenizer that names none, as in transformers."""
 RENDER_OPTIONS = ("continue_final_message", "padding", "truncation", "max_length", "return_tensors",
                   "return_assistant_tokens_mask", "tokenizer_kwargs")  # fmt: skip
 """Options of `apply_chat_template` that only transformers implements."""
@@ -52,16 +50,12 @@ class Tokenizer:
     vocabulary is a copy: tokens added there are not added here.
     """
 
-    is_fast = True
-
     def __init__(
         self, name: str, raw: tokenizers.Tokenizer, settings: Mapping[str, Any], with_transformers: Callable[[], Any]
     ) -> None:
         self.name_or_path = name
         self.backend_tokenizer = raw
         self.chat_template: str | dict[str, str] | None = settings.get("chat_template")
-        self.model_max_length: int = settings.get("model_max_length") or UNLIMITED
-        self.padding_side: str = settings.get("padding_side", "right")
         self.clean_up_tokenization_spaces: bool = settings.get("clean_up_tokenization_spaces", False)
         extra = settings["extra_special_tokens"]
         by_name = extra if isinstance(extra, Mapping) else {}

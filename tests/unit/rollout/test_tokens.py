@@ -132,8 +132,8 @@ def assert_same(ours: Tokenizer, theirs: Any, text: str) -> None:
 
 
 ATTRIBUTES = (
-    "special_tokens_map", "all_special_tokens", "all_special_ids", "extra_special_tokens", "vocab_size", "is_fast",
-    "chat_template", "model_max_length", "padding_side", *tokens.SPECIAL_TOKENS,
+    "special_tokens_map", "all_special_tokens", "all_special_ids", "extra_special_tokens", "vocab_size",
+    "chat_template", *tokens.SPECIAL_TOKENS,
     *(f"{name}_id" for name in tokens.SPECIAL_TOKENS),
 )  # fmt: skip
 
@@ -253,7 +253,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         },
     ),
     "split": ({"split_special_tokens": True}, {}),
-    "clean": ({"clean_up_tokenization_spaces": True, "padding_side": "left", "model_max_length": 512}, {}),
+    "clean": ({"clean_up_tokenization_spaces": True}, {}),
     "own names": ({"add_prefix_space": True, "legacy": True, "sp_model_kwargs": {}}, {}),
 }
 
