@@ -109,26 +109,23 @@ def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: M
     return passes
 
 
-def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:
+def estimate_mean(values: Sequence[float]) -> Estimate:
     """Returns the mean of one value per item, with its percentile bootstrap interval.
 
-    The same values and seed give the same interval. Raises ValueError without values, for a value that is not finite,
-    and for a confidence outside (0, 1).
+    The same values give the same interval. Raises ValueError without values, and for a value that is not finite.
     """
     items = np.asarray(values, dtype=np.float64)
     if items.size == 0:
         raise ValueError("a confidence interval needs at least one item")
     if not np.isfinite(items).all():
         raise ValueError(f"a confidence interval needs finite values, and one is {items[~np.isfinite(items)][0]}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; use a value between 0 and 1, such as {CONFIDENCE}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows = max(1, CHUNK_VALUES // items.size)
     means = [
         items[rng.integers(items.size, size=(min(rows, RESAMPLES - start), items.size))].mean(axis=1)
         for start in range(0, RESAMPLES, rows)
     ]
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return Estimate(float(items.mean()), float(low), float(high), items.size)
 
