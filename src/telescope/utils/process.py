@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NoReturn, TypeVar
@@ -88,24 +88,18 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. This thread stays until
     the process ends, because the kernel ends child processes such as Ray's daemons with the thread that started them.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(action: Callable[[], None]) -> None:
-        if not result.done():
-            action()
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # a cancelled caller does not cancel `function`
 
     def run() -> None:
         try:
-            action = partial(result.set_result, function())
+            result.set_result(function())
         except BaseException as error:
-            action = partial(result.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, so no task waits for the result
-            loop.call_soon_threadsafe(settle, action)
+            result.set_exception(error)
         threading.Event().wait()
 
     threading.Thread(target=run, name="telescope-daemon", daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(result)
 
 
 logger = logging.getLogger(__name__)
