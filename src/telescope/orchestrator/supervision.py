@@ -134,14 +134,12 @@ class ChangeNotifier:
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._change = asyncio.Event()
 
     def notify(self) -> None:
         """Makes every waiter check its predicate again."""
-        waiters, self._waiters = self._waiters, set()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def wait_until(self, predicate: Callable[[], bool], part: str, waits_for: str) -> None:
         """Waits until `predicate()` is true. The status shows the wait, and the watchdog limits it."""
@@ -149,12 +147,7 @@ class ChangeNotifier:
             return
         self._status.set_component(part, f"waiting for {waits_for}")
         while not predicate():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
+            await self._change.wait()
 
 
 EXIT_CODE = 130  # the exit code that shells expect from a program stopped by Ctrl-C
