@@ -108,36 +108,21 @@ IN_USE = "in use"
 PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
 
 
-class PortHold:
-    """A server's port, reserved before and after it binds it."""
+def hold_port(host: str, port: int, *, server: int, num_servers: int) -> socket.socket:
+    """Reserves the port for server `server` of `num_servers` until the returned socket is closed.
 
-    def __init__(self, port: int) -> None:
-        """Raises `OSError` with EADDRINUSE for a port that another process, or another server of this one, has."""
-        # Not inherited by the server: the supervisor keeps the reservation through restarts.
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind(_name(port))
-        except OSError:
-            self._socket.close()
-            raise
-
-    def release(self) -> None:
-        """Frees the port. Safe to call twice."""
-        self._socket.close()
-
-
-def hold_port(host: str, port: int, *, server: int, num_servers: int) -> PortHold:
-    """Reserves the port for server `server` of `num_servers`. Raises `ConfigError` with the fix."""
+    Raises `ConfigError` with the fix.
+    """
+    # Not inherited by the server: the supervisor keeps the reservation through restarts.
+    hold = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        hold = PortHold(port)
+        hold.bind(_name(port))
+        problem = _bind_problem(host, port)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise ConfigError(_explain(host, port, IN_USE, server, num_servers)) from None
-    problem = _bind_problem(host, port)
+        problem = IN_USE if error.errno == errno.EADDRINUSE else error.strerror or str(error)
     if problem is None:
         return hold
-    hold.release()
+    hold.close()
     raise ConfigError(_explain(host, port, problem, server, num_servers))
 
 

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.machine import LOOPBACK, PortHold, hold_port
+from telescope.config.machine import LOOPBACK, hold_port
 from telescope.errors import InfrastructureError, RunError
 from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE, Address, EngineBackend, backend_of, error_message
 from telescope.inference.process import EngineProcess
@@ -101,7 +101,7 @@ class InferenceServer:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
-        self._hold: PortHold | None = None
+        self._hold: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._starts = 0
@@ -136,7 +136,7 @@ class InferenceServer:
             self._start_process(restarted=False)
         except BaseException as error:
             self._state, self._error = "failed", str(error)
-            self._hold.release()
+            self._hold.close()
             raise
         assert self._process is not None
         self._first_log = self._process.log_tail(LOG_LINES)
@@ -184,7 +184,7 @@ class InferenceServer:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._limits.stop_grace + 30)
         if self._hold is not None:
-            self._hold.release()
+            self._hold.close()
         if self._state != "failed":
             self._state = "stopped"
 

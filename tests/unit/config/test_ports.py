@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from telescope.config.machine import PortHold, hold_port, listen_problem, require_port
+from telescope.config.machine import hold_port, listen_problem, require_port
 from telescope.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -30,7 +30,7 @@ def as_vllm_binds(port: int) -> Iterator[socket.socket]:
         yield server
 
 
-def hold(port: int) -> PortHold:
+def hold(port: int) -> socket.socket:
     return hold_port(HOST, port, server=0, num_servers=1)
 
 
@@ -40,13 +40,18 @@ def test_a_reserved_port_is_in_use_for_every_other_run_until_it_is_released(port
         hold(port)
     with pytest.raises(ConfigError, match="in use"):
         require_port(HOST, port, server=0, num_servers=1)
-    first.release()
-    first.release()  # twice is fine
-    hold(port).release()
+    first.close()
+    first.close()  # twice is fine
+    hold(port).close()
 
 
 def test_a_hold_ends_with_its_process_however_that_ends(port: int) -> None:
-    script = f"from telescope.config.machine import PortHold; h = PortHold({port}); print(1, flush=True); input()"
+    script = f"""
+from telescope.config.machine import hold_port
+reservation = hold_port("{HOST}", {port}, server=0, num_servers=1)
+print(1, flush=True)
+input()
+"""
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -62,7 +67,7 @@ def test_a_hold_is_not_in_the_way_of_the_server_that_it_is_for(port: int) -> Non
     with socket.socket() as server:
         server.bind((HOST, port))
         server.listen()
-    reservation.release()
+    reservation.close()
 
 
 def test_a_port_that_is_bound_with_reuse_and_not_listened_on_yet_is_in_use(
@@ -71,7 +76,7 @@ def test_a_port_that_is_bound_with_reuse_and_not_listened_on_yet_is_in_use(
     with pytest.raises(ConfigError, match="in use"):
         hold(port)
     as_vllm_binds.close()
-    hold(port).release()  # and what was refused has left nothing behind
+    hold(port).close()  # and what was refused has left nothing behind
 
 
 def test_connections_that_linger_from_a_server_that_has_ended_leave_its_port_free(
@@ -84,14 +89,14 @@ def test_connections_that_linger_from_a_server_that_has_ended_leave_its_port_fre
         accepted.close()  # first, so that this side keeps the connection in TIME_WAIT
         client.recv(1)
     assert any(connection.laddr.port == port for connection in psutil.net_connections("tcp"))
-    hold(port).release()
+    hold(port).close()
 
 
 def test_the_port_of_a_later_server_is_reported_with_the_base_port_to_change(port: int) -> None:
     reservation = hold(port)
     with pytest.raises(ConfigError, match=f"inference_base_port is {port - 2}, but port {port}, which server 2 would"):
         hold_port(HOST, port, server=2, num_servers=3)
-    reservation.release()
+    reservation.close()
 
 
 def test_a_suggested_block_has_no_port_that_another_run_reserved(port: int) -> None:
@@ -99,5 +104,5 @@ def test_a_suggested_block_has_no_port_that_another_run_reserved(port: int) -> N
     with pytest.raises(ConfigError, match="for example to") as refusal:
         hold(port)
     assert f"to {port + 100}" not in str(refusal.value)
-    reservation.release()
-    suggested.release()
+    reservation.close()
+    suggested.close()
