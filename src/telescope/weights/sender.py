@@ -29,17 +29,10 @@ _NUM_BUFFERS = 2
 
 @dataclass(slots=True)
 class SendReport:
-    """The report of one sync on one trainer rank. Seconds are wall time on this rank."""
+    """The report of one sync on one trainer rank."""
 
-    version: int
-    num_bytes: int
-    """Payload per engine."""
-    seconds: float
-    """From the first gather to the last engine's confirmation: the trainer's stall."""
-    wait_seconds: float
-    """Waiting for engines: until they are ready, for a free buffer, at the end."""
     engine_seconds: dict[int, float] = field(default_factory=dict)
-    """Per engine: from the announcement to its confirmation."""
+    """Per engine: wall time from the announcement to its confirmation."""
     errors: dict[int, str] = field(default_factory=dict)
     """Engines without the new weights, and why. They need a new connection before the next sync."""
     fingerprints: dict[str, str] = field(default_factory=dict)
@@ -98,11 +91,6 @@ class WeightSender:
         if rendezvous.aborted is not None:  # between the success and its registration above
             communicator.abort(rendezvous.aborted)
             raise TransferError(f"weight transfer: {rendezvous.aborted}")
-
-    @property
-    def connected(self) -> list[int]:
-        """Returns the engines to which this rank can send now."""
-        return sorted(e for e, communicator in self._communicators.items() if communicator.failure is None)
 
     def abort(self, engine: int, reason: str) -> None:
         """Aborts the transfer or connection to one engine; others continue. Any thread may call it."""
@@ -163,7 +151,7 @@ class _Send:
         self.live = {e: c for e, c in sender._communicators.items() if e in engines}
         self.start = time.monotonic()
         self.deadline = self.start + self.update.timeout_seconds
-        self.report = SendReport(self.update.version, self.update.num_bytes, 0.0, 0.0)
+        self.report = SendReport()
         self.weights_device = torch.device(sender.device)
         self.device = torch.device("cpu") if sender.cpu_staging else self.weights_device
         self.staged_from_gpu = sender.cpu_staging and self.weights_device.type == "cuda"
@@ -196,18 +184,15 @@ class _Send:
         with self.timeline.span("weight_broadcast_conclude"):
             self._on_each(self._conclude)
         self.report.spans = self.timeline.finish()
-        self.report.seconds = time.monotonic() - self.start
         return self.report
 
     def _on_each(self, wait_for: Callable[[int, Communicator], Any]) -> None:
-        """Calls `wait_for` for every engine that has not failed, and measures the time."""
-        waiting = time.monotonic()
+        """Calls `wait_for` for every engine that has not failed."""
         for engine, communicator in list(self.live.items()):
             try:
                 wait_for(engine, communicator)
             except (TransferError, DeadlineExceeded) as error:
                 self._lose(engine, error)
-        self.report.wait_seconds += time.monotonic() - waiting
 
     def _fill(self, bucket: Bucket, slot: int, buckets: list[Bucket]) -> torch.Tensor | None:
         """Gathers the bucket's tensors. A sending rank casts them into its buffer."""
@@ -243,7 +228,6 @@ class _Send:
         return flat
 
     def _wait(self, slot: int) -> None:
-        waiting = time.monotonic()
         for engine, broadcast in self.in_flight[slot]:
             if engine not in self.live:
                 continue
@@ -254,7 +238,6 @@ class _Send:
                 # A broken communicator may still read its buffer: replace the buffer.
                 self.buffers[slot] = torch.zeros_like(self.buffers[slot], pin_memory=self.pinned)
         self.in_flight[slot] = []
-        self.report.wait_seconds += time.monotonic() - waiting
 
     def _conclude(self, engine: int, communicator: Communicator) -> None:
         communicator.conclude(self.deadline)

