@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
@@ -21,14 +20,6 @@ from telescope.rollout.pool import RunningGroup
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, packing_stats, truncate_to
-
-
-class Signal(Enum):
-    """Whether a finished group carries a learning signal."""
-
-    USABLE = "usable"
-    ZERO_ADVANTAGE = "zero_advantage"
-    ALL_MASKED = "all_masked"
 
 
 @dataclass
@@ -96,17 +87,19 @@ class Group:
         rewards = [s.total_reward if s.training_reward is None else s.training_reward for s in samples]
         return np.array(rewards, dtype=np.float64)
 
-    def signal(self) -> Signal:
-        """Returns whether training on this group can change the policy.
+    def why_useless(self) -> tuple[str, str | None] | None:
+        """Returns why training on this group cannot change the policy, and the kind of its equal rewards.
 
-        Masked samples do not count. A group with one sample has no baseline, so it is never "zero advantage".
+        None if it can. Masked samples do not count. A group with one sample has no baseline, so it is never
+        "zero advantage".
         """
         rewards_n = self.training_rewards_n
         if len(rewards_n) == 0:
-            return Signal.ALL_MASKED
+            return "all_masked", None
         if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]) and not self._chats_differ():
-            return Signal.ZERO_ADVANTAGE
-        return Signal.USABLE
+            sign = "zero" if rewards_n[0] == 0.0 else "positive" if rewards_n[0] > 0 else "negative"
+            return "zero_advantage", f"all_{sign}"
+        return None
 
     def _chats_differ(self) -> bool:
         """Returns whether the samples differ in the reward of a conversation that has its own reward."""
@@ -115,14 +108,6 @@ class Group:
             for chat, reward in sample.chat_rewards.items():
                 rewards.setdefault(chat, set()).add(reward)
         return any(len(of_chat) > 1 for of_chat in rewards.values())
-
-
-def zero_advantage_kind(rewards_n: np.ndarray) -> str:
-    """Returns the kind of equal rewards: `all_zero`, `all_positive` or `all_negative`."""
-    first = float(rewards_n[0])
-    if first == 0.0:
-        return "all_zero"
-    return "all_positive" if first > 0 else "all_negative"
 
 
 @dataclass

@@ -30,7 +30,7 @@ from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
+from telescope.orchestrator.groups import Batch, DiscardStreak, Group, form_batch
 from telescope.orchestrator.prompt_buffer import PromptBuffer
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
 from telescope.orchestrator.run_state import RunState
@@ -314,15 +314,12 @@ class Orchestrator:
         """Keeps a finished group, or discards it with a reason."""
         group.finished_at = time.time()
         del self._open[group.group_id]
-        signal = group.signal()
-        rewards_n = group.training_rewards_n
-        if signal is Signal.ALL_MASKED:
-            self._discard(group, "all_masked", None, rewards_n)
-        elif signal is Signal.ZERO_ADVANTAGE and self.config.discard_group_zero_advantage:
-            self._discard(group, "zero_advantage", zero_advantage_kind(rewards_n), rewards_n)
-        else:
+        reason, kind = group.why_useless() or (None, None)
+        if reason is None or (reason == "zero_advantage" and not self.config.discard_group_zero_advantage):
             self._streak.usable()
             self._finished.append(group)
+        else:
+            self._discard(group, reason, kind, group.training_rewards_n)
         self.status.num_open_groups = len(self._open)
         self.status.num_finished_groups = len(self._finished)
 

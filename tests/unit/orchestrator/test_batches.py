@@ -5,7 +5,7 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of, group
 from tests.unit.rollout.fakes import generation
 
-from telescope.orchestrator.groups import Batch, Group, Signal, form_batch
+from telescope.orchestrator.groups import Batch, Group, form_batch
 from telescope.rollout.trajectory import Turn
 
 
@@ -51,9 +51,9 @@ def test_a_conversation_with_its_own_reward_is_compared_with_those_of_its_name()
 
 
 def test_equal_rewards_of_rollouts_train_if_those_of_a_conversation_differ() -> None:
-    assert group([1.0, 1.0]).signal() is Signal.ZERO_ADVANTAGE
+    assert group([1.0, 1.0]).why_useless() == ("zero_advantage", "all_positive")
     made = with_chat(group([1.0, 1.0], n=3), 0.0, 1.0)
-    assert made.signal() is Signal.USABLE
+    assert made.why_useless() is None
     batch = form_batch(config_of(algorithm="dr_grpo"), [made], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-0/0": 0.0, "3-0/1": -0.5, "3-1/0": 0.0, "3-1/1": 0.5}
 

@@ -12,7 +12,7 @@ from tests.unit.orchestrator.simulation import InMemoryRun
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, RunError
 from telescope.orchestrator.filters import SampleFilters, check_reward_ranges
-from telescope.orchestrator.groups import Signal, form_batch
+from telescope.orchestrator.groups import form_batch
 from telescope.orchestrator.record_rows import sample_row
 from telescope.rollout.trajectory import Trajectory, compression_ratio
 
@@ -107,10 +107,10 @@ def test_the_penalty_is_subtracted_from_the_scaled_reward() -> None:
 def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
     equal = group([1.0, 1.0])
     equal.samples[1] = sample(1, 1.0, lengths=(16,))
-    for settings, signal in (({}, Signal.ZERO_ADVANTAGE), ({"overlong_penalty_factor": 0.5}, Signal.USABLE)):
+    for settings, is_useless in (({}, True), ({"overlong_penalty_factor": 0.5}, False)):
         for made in equal.samples:
             filters(overlong_buffer_tokens=4, **settings).judge(made, NO_SCALE)
-        assert equal.signal() is signal
+        assert (equal.why_useless() is not None) is is_useless
     batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0, num_ranks=1)
     assert list(batch.advantages) == [0.25, -0.25]
 

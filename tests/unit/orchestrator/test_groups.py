@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import group
 
-from telescope.orchestrator.groups import DiscardStreak, Signal, zero_advantage_kind
+from telescope.orchestrator.groups import DiscardStreak
 
 rewards = st.lists(st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 1.0])), min_size=1, max_size=8)
 
@@ -14,13 +14,14 @@ rewards = st.lists(st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
 @given(rewards)
 def test_a_group_is_usable_if_its_scored_samples_differ_or_there_is_but_one(values: list[float | None]) -> None:
     scored = [value for value in values if value is not None]
-    signal = group(values).signal()
+    why = group(values).why_useless()
     if not scored:
-        assert signal is Signal.ALL_MASKED
+        assert why == ("all_masked", None)
     elif len(scored) > 1 and len(set(scored)) == 1:
-        assert signal is Signal.ZERO_ADVANTAGE
+        assert why is not None
+        assert why[0] == "zero_advantage"
     else:
-        assert signal is Signal.USABLE
+        assert why is None
 
 
 @given(rewards)
@@ -50,13 +51,13 @@ def test_a_group_is_finished_when_every_sample_is_there_masked_or_not() -> None:
 
 
 def test_a_group_of_one_is_never_without_advantage() -> None:
-    assert group([0.0]).signal() is Signal.USABLE
-    assert group([0.0, None, None]).signal() is Signal.USABLE, "neither is one that has one sample left"
+    assert group([0.0]).why_useless() is None
+    assert group([0.0, None, None]).why_useless() is None, "neither is one that has one sample left"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
 def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> None:
-    assert zero_advantage_kind(np.array([value, value])) == kind
+    assert group([value, value]).why_useless() == ("zero_advantage", kind)
 
 
 def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -> None:
