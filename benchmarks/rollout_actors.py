@@ -35,7 +35,7 @@ from telescope.cluster.rollout_group import NEWS_SECONDS, RolloutGroup
 from telescope.config import TelescopeConfig
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
@@ -77,11 +77,13 @@ def orchestrator_of(
     config: TelescopeConfig, pool: RolloutPool, slots: Lane, info: EnvironmentInfo, key: str, recorder: Recorder
 ) -> Orchestrator:
     """Returns the loops of a run of one environment."""
-    trainer = CountingTrainer()
-    services = Services(pool, [key], slots, trainer, trainer, recorder, SampleFilters(), [info])
+    trainer: Any = CountingTrainer()
     sampler = PromptSampler(0, [info.num_samples], [1.0], [0])
     status = RunStatus("benchmark", config.number_of_steps)
-    return Orchestrator(config, services, sampler, frozenset(), RolloutSettings.from_config(config), status)
+    return Orchestrator(
+        config, pool, [key], [info], slots, trainer, trainer, recorder, status, SampleFilters(),
+        RolloutSettings.from_config(config), sampler,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ ends the run. The orchestrator owns samples and groups. A rollout worker (`rollo
 prompt to its reward, the trainer computes gradients, and the step recorder writes the record.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,8 +43,11 @@ from telescope.record.recorder import Recorder
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
-from telescope.trainer.batch import StepInput, StepResult
 from telescope.utils.process import rare_full_collections
+
+if TYPE_CHECKING:
+    from telescope.cluster.trainer_group import TrainerGroup
+    from telescope.orchestrator.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -50,85 +55,56 @@ IN_FLIGHT_SECONDS = 2.0  # interval at which the list of running samples is repl
 DISCARD_LIMIT_BATCHES = 10  # consecutive discards, in batches of groups, after which the run stops with a diagnosis
 
 
-class TrainerPort(Protocol):
-    """Interface of the trainer. A batch has one input for each of `data_size` data-parallel ranks."""
-
-    @property
-    def data_size(self) -> int: ...
-
-    @property
-    def packs(self) -> bool: ...
-
-    async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
-
-
-class WeightSyncPort(Protocol):
-    """Sends the trainer's current weights to every available engine. Returns step metrics of the sync."""
-
-    async def sync(self) -> dict[str, float]: ...
-
-
 AfterStep = Callable[[int, Callable[[], RunState]], Awaitable[None]]
 
 
-@dataclass
-class Services:
-    """Services that the loops use but do not own."""
+@dataclass(eq=False)
+class Orchestrator:
+    """One training run, from the first prompt to the last weight sync. It continues from `start`."""
 
+    config: TelescopeConfig
     rollouts: RolloutPool
     environment_keys: list[str]
     """Key of each environment entry of the config."""
-    slots: Lane
-    """Request slots of training rollouts."""
-    trainer: TrainerPort
-    weights: WeightSyncPort
-    recorder: Recorder
-    filters: SampleFilters
-    """Filters and penalties for scored samples."""
     infos: Sequence[EnvironmentInfo]
     """Description of each configured environment."""
+    slots: Lane
+    """Request slots of training rollouts."""
+    trainer: TrainerGroup
+    weights: WeightSync
+    recorder: Recorder
+    status: RunStatus
+    filters: SampleFilters
+    """Filters and penalties for scored samples."""
+    settings: RolloutSettings
+    sampler: InitVar[PromptSampler]
+    held_out_uids: InitVar[frozenset[str]] = frozenset()
+    start: InitVar[RunState | None] = None
+    _: KW_ONLY
     after_step: AfterStep | None = None
     """Called after every step with the number of finished steps, for checkpoints. The next step waits for it."""
     eval_history: Callable[[], list[EvalResult]] = list
     """Returns results of evals, for checkpoints."""
     data: dict[str, Any] = field(default_factory=dict)
     """Sizes of the datasets, for the run's state."""
+    max_requeues: int = MAX_REQUEUES
+    """How often a stale prompt is requeued at most."""
 
-
-class Orchestrator:
-    """One training run, from the first prompt to the last weight sync."""
-
-    def __init__(
-        self,
-        config: TelescopeConfig,
-        services: Services,
-        sampler: PromptSampler,
-        held_out_uids: frozenset[str],
-        rollout_settings: RolloutSettings,
-        status: RunStatus,
-        start: RunState | None = None,
-        *,
-        max_requeues: int = MAX_REQUEUES,
-    ) -> None:
-        """Sets up the loops to continue from `start`. A stale prompt is requeued at most `max_requeues` times."""
+    def __post_init__(self, sampler: PromptSampler, held_out_uids: frozenset[str], start: RunState | None) -> None:
         start = start or RunState()
-        self.config = config
-        self.services = services
-        self.status = status
-        batch_size = config.prompts_batch_size_for_trainer
+        config, batch_size = self.config, self.config.prompts_batch_size_for_trainer
         self.window = AsyncWindow(
             batch_size, config.max_async_rollout, start.step, start.step * batch_size + len(start.groups)
         )
         self.ledger = Ledger.load_state_dict(start.ledger) if start.ledger else Ledger()
-        self._settings = rollout_settings
-        self._notifier = ChangeNotifier(status)
-        services.rollouts.on_change = self._notifier.notify
+        self._notifier = ChangeNotifier(self.status)
+        self.rollouts.on_change = self._notifier.notify
         self._budget = ErrorBudget(config.environment_error_budget)
         self._budget.load_state_dict(start.errors)
         self._prompts = PromptBuffer(
-            config, services.rollouts, services.environment_keys, sampler, held_out_uids, start.sampler,
-            max_context=rollout_settings.sampling.max_context, budget=self._budget, notifier=self._notifier,
-            status=status,
+            config, self.rollouts, self.environment_keys, sampler, held_out_uids, start.sampler,
+            max_context=self.settings.sampling.max_context, budget=self._budget, notifier=self._notifier,
+            status=self.status,
         )  # fmt: skip
         self._ended: asyncio.Queue[tuple[Group, Trajectory | BaseException]] = asyncio.Queue()
         """Ended samples from the rollout workers, with their groups."""
@@ -144,9 +120,8 @@ class Orchestrator:
         self._first_step = self._num_taken = start.step
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
-        self._max_returns = max_requeues
-        self._step_recorder = StepRecorder(services.recorder, status, all_tokens=config.record_tokens == "all")
-        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
+        self._step_recorder = StepRecorder(self.recorder, self.status, all_tokens=config.record_tokens == "all")
+        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * batch_size)
         self._stop_requested = False
 
     def request_stop(self) -> None:
@@ -174,8 +149,8 @@ class Orchestrator:
             ledger=self.ledger.state_dict(kept_ids, self._dropped),
             errors=self._budget.state_dict(),
             groups=kept,
-            data=self.services.data,
-            evals=self.services.eval_history(),
+            data=self.data,
+            evals=self.eval_history(),
         )
 
     async def run(self, supervisor: Supervisor) -> None:
@@ -200,7 +175,7 @@ class Orchestrator:
             if group.running is not None:
                 group.running.cancel()
         self._unsettled.clear()
-        self.services.recorder.set_in_flight([])
+        self.recorder.set_in_flight([])
 
     # Groups and samples
 
@@ -210,7 +185,7 @@ class Orchestrator:
             await self._notifier.wait_until(self._may_open, "dispatch", "the async window")
             await self._notifier.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
             await self._notifier.wait_until(
-                lambda: self.services.slots.has_free_slot(self._prompts.next_key), "dispatch", "a request slot"
+                lambda: self.slots.has_free_slot(self._prompts.next_key), "dispatch", "a request slot"
             )
             if not self._may_open():
                 continue
@@ -218,7 +193,7 @@ class Orchestrator:
             group = self._open_group(sampled, prompt)
             self.status.set_component("dispatch", f"opened group {group.group_id}")
             tasks = [self._task(group, index) for index in range(group.size)]
-            group.running = self.services.rollouts.start(tasks, self._settings, partial(self._on_sample, group))
+            group.running = self.rollouts.start(tasks, self.settings, partial(self._on_sample, group))
             self._notifier.notify()
 
     def _on_sample(self, group: Group, _: int, sample: Trajectory | BaseException) -> None:
@@ -262,7 +237,7 @@ class Orchestrator:
             group_id=group.group_id,
             sample_index=index,
             environment=group.environment,
-            environment_key=self.services.environment_keys[group.sampled_prompt.environment],
+            environment_key=self.environment_keys[group.sampled_prompt.environment],
             item_index=group.sampled_prompt.index,
             prompt_token_ids=group.prompt.token_ids,
             seed=(self.config.seed, group.group_id, index),
@@ -292,9 +267,9 @@ class Orchestrator:
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
         """Sets the training reward or the filter of a scored sample."""
-        info = self.services.infos[group.sampled_prompt.environment]
+        info = self.infos[group.sampled_prompt.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
-        self.services.filters.judge(trajectory, scale)
+        self.filters.judge(trajectory, scale)
         if trajectory.filtered_by is not None:
             logger.info(
                 "sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.filtered_by
@@ -358,7 +333,7 @@ class Orchestrator:
         group.withdrawn = True
         group.finished_at = time.time()
         self._open.pop(group.group_id, None)
-        if group.num_requeues < self._max_returns:
+        if group.num_requeues < self.max_requeues:
             self.window.discarded()
             self.ledger.requeued(group.group_id)
             group.requeued = True
@@ -377,7 +352,7 @@ class Orchestrator:
                 rows += record_rows.in_flight_rows([group])
                 if number % 16 == 15:
                     await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
-            self.services.recorder.set_in_flight(rows)
+            self.recorder.set_in_flight(rows)
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps
@@ -397,13 +372,10 @@ class Orchestrator:
             self.status.num_finished_groups = len(self._finished)
             step = self._num_taken
             self.status.set_component("batches", f"packing batch {step}")
-            self._batch = await asyncio.to_thread(self._pack, groups, step)
+            self._batch = await asyncio.to_thread(
+                form_batch, self.config, groups, step, num_ranks=self.trainer.data_size, packs=self.trainer.packs
+            )
             self._withdraw_stale_groups()  # a sync may have ended meanwhile
-
-    def _pack(self, groups: list[Group], step: int) -> Batch:
-        """Computes advantages and micro-batches with numpy on a separate thread."""
-        trainer = self.services.trainer
-        return form_batch(self.config, groups, step, num_ranks=trainer.data_size, packs=trainer.packs)
 
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""
@@ -417,9 +389,9 @@ class Orchestrator:
                 return
             waited = time.time() - started_at
             self.status.set_component("trainer", f"training step {step + 1}")
-            result = await self.services.trainer.train_step(batch.inputs)
+            result = await self.trainer.train_step(batch.inputs)
             self.status.set_component("trainer", "sending weights")
-            sync_metrics = await self.services.weights.sync()
+            sync_metrics = await self.weights.sync()
             self.window.synced()
             self._dropped.clear()
             for group in batch.groups:
@@ -432,8 +404,8 @@ class Orchestrator:
             await self._step_recorder.trained(trained)
             # After the step is counted: samples too old for the new weights count in the next step, as in the record.
             self._withdraw_stale_groups()
-            if self.services.after_step is not None:
-                await self.services.after_step(step + 1, self.run_state)
+            if self.after_step is not None:
+                await self.after_step(step + 1, self.run_state)
 
     async def _next_batch(self) -> Batch | None:
         """Returns the next batch, or None when a stop is requested first."""

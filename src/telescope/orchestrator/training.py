@@ -19,7 +19,7 @@ from telescope.orchestrator.async_window import Staleness
 from telescope.orchestrator.checkpoints import PROGRESS_SECONDS, Checkpointer, CheckpointFolder, refuse_damage
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
+from telescope.orchestrator.orchestrator import AfterStep, Orchestrator
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_components import RunComponents, load_trainer
 from telescope.orchestrator.run_directory import RunDirectory
@@ -149,20 +149,25 @@ async def make_orchestrator(
         weights=[entry.weight for entry in config.environments],
         first_index=[evaluation.num_reserved(key) for key in components.keys.training],
     )
-    services = Services(
-        rollouts=components.rollouts,
-        environment_keys=components.keys.training,
-        slots=components.servers.slots,
-        trainer=components.trainer,
-        weights=components.weights,
-        recorder=directory.recorder,
-        filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
-        infos=infos,
+    return Orchestrator(
+        config,
+        components.rollouts,
+        components.keys.training,
+        infos,
+        components.servers.slots,
+        components.trainer,
+        components.weights,
+        directory.recorder,
+        status,
+        SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
+        components.settings,
+        sampler,
+        evaluation.held_out_uids,
+        start,
         after_step=after_step,
         eval_history=evaluation.history,
         data=components.data,
     )
-    return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.run import FakeTrainer
 from tests.integration.orchestrator.harness import Harness, harness
 
+from telescope.orchestrator import orchestrator
 from telescope.record.reader import Run
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -127,13 +128,13 @@ async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(gro
 
 
 @pytest.mark.parametrize("loop", ["_prompt_loop", "_dispatch_loop", "_sample", "_batch_loop", "_train_loop", "sync"])
-async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(loop, ground, tmp_path):
+async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(loop, ground, tmp_path, monkeypatch):
     async with harness(ground, tmp_path) as run:
         target = {
             "_prompt_loop": (run.environments, "prepare"),
             "_dispatch_loop": (run.orchestrator, "_open_group"),
             "_sample": (run.environments, "roll_out"),
-            "_batch_loop": (run.orchestrator, "_pack"),
+            "_batch_loop": (orchestrator, "form_batch"),
             "_train_loop": (run.trainer, "train_step"),
             "sync": (run.weights, "sync"),
         }[loop]
@@ -141,7 +142,7 @@ async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(loop, g
         def boom(*arguments: object, **options: object) -> None:
             raise ArithmeticError(f"thrown in {loop}")
 
-        setattr(*target, boom)
+        monkeypatch.setattr(*target, boom)
         with pytest.raises(ArithmeticError, match=loop):
             await run.run()
 

@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tests.fakes.backend import FakeBackend
@@ -28,7 +28,7 @@ from telescope.inference.base import GenerateRequest, Generation
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
-from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
+from telescope.orchestrator.orchestrator import AfterStep, Orchestrator
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
@@ -286,34 +286,32 @@ class Simulation:
         self.rollouts.on_engine_failure = self._report
         size = self.environment.num_items
         self.orchestrator = Orchestrator(
-            config,
-            Services(
-                rollouts=self.rollouts,
-                environment_keys=[entry.name for entry in config.environments],
-                slots=self.slots,
-                trainer=self.trainer,
-                weights=self.trainer,
-                recorder=self.recorder,
-                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
-                infos=[
-                    EnvironmentInfo(
-                        entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max,
-                        is_multi_turn=pace.turns[1] > 1,
-                    )
-                    for entry in config.environments
-                ],
-                after_step=after_step,
-            ),
-            PromptSampler(
+            config=config,
+            rollouts=self.rollouts,
+            environment_keys=[entry.name for entry in config.environments],
+            infos=[
+                EnvironmentInfo(
+                    entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max,
+                    is_multi_turn=pace.turns[1] > 1,
+                )
+                for entry in config.environments
+            ],
+            slots=self.slots,
+            trainer=cast(Any, self.trainer),
+            weights=cast(Any, self.trainer),
+            recorder=self.recorder,
+            status=self.status,
+            filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+            settings=RolloutSettings.from_config(config),
+            sampler=PromptSampler(
                 config.seed,
                 [size] * len(config.environments),
                 [entry.weight for entry in config.environments],
                 [first_index] * len(config.environments),
             ),
-            held_out,
-            RolloutSettings.from_config(config),
-            self.status,
-            start,
+            held_out_uids=held_out,
+            start=start,
+            after_step=after_step,
             max_requeues=max_requeues,
         )  # fmt: skip
         _remember(self.orchestrator, "_open_group", self.groups)

@@ -125,7 +125,7 @@ def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, de
         simulation = Simulation(config, pace, seed=seed, num_servers=2)
         ranks = DelayedRanks(simulation, delays, random.Random(seed))
         checkpointer = Checkpointer(config, folder, ranks, simulation.status)
-        simulation.orchestrator.services.after_step = checkpointer.after_step
+        simulation.orchestrator.after_step = checkpointer.after_step
         others = Supervisor()
         others.spawn(ranks.bring_servers_up(), "servers")
         async with asyncio.timeout(20_000):  # simulated seconds; some loops never stop setting timers

@@ -13,10 +13,11 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulation import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
+from telescope.config import TelescopeConfig
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
-from telescope.orchestrator.groups import Batch, Group
+from telescope.orchestrator.groups import Batch, Group, form_batch
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.supervision import Supervisor
 from telescope.orchestrator.training import make_orchestrator
@@ -146,19 +147,19 @@ async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_bef
     assert before == after, "a synchronous run opens no group during a sync"
 
 
-async def test_a_batch_takes_the_oldest_finished_groups():
+async def test_a_batch_takes_the_oldest_finished_groups(monkeypatch):
     run = InMemoryRun(config_of(number_of_steps=6, max_async_rollout=3))
-    pack, compared = run.orchestrator._pack, []
+    compared = []
 
     def age_of(group: Group) -> tuple[int, int]:
         return group.start_version, group.group_id
 
-    def compare_and_pack(groups: list[Group], step: int) -> Batch:
+    def compare_and_pack(config: TelescopeConfig, groups: list[Group], step: int, **layout: Any) -> Batch:
         remaining = [age_of(group) for group in run.orchestrator._finished]
         compared.append((max(map(age_of, groups)), min(remaining, default=(10**9, 0))))
-        return pack(groups, step)
+        return form_batch(config, groups, step, **layout)
 
-    run.orchestrator._pack = compare_and_pack  # type: ignore[method-assign]
+    monkeypatch.setattr("telescope.orchestrator.orchestrator.form_batch", compare_and_pack)
     await run.run()
     assert any(remaining[0] < 10**9 for _, remaining in compared), "some batch left finished groups behind"
     assert all(newest_taken < remaining for newest_taken, remaining in compared)
