@@ -25,7 +25,7 @@ from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.servers import ServerHandle, ServerPool
+from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.orchestrator.training import make_orchestrator
@@ -177,7 +177,7 @@ class LocalWorker:
 async def fake_run(
     config: TelescopeConfig,
     run_dir: Path,
-    handles: Sequence[ServerHandle],
+    handles: Sequence[Any],
     clients: list[EngineBackend],
     *,
     trainer: FakeTrainer | None = None,

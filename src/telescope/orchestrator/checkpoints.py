@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -37,6 +37,9 @@ from telescope.record.files import read_json, replace_json, sync
 from telescope.utils.digests import damage, digests_of, files_below
 from telescope.utils.text import pluralize, single_line
 from telescope.weights.model_folder import base_weights
+
+if TYPE_CHECKING:
+    from telescope.cluster.trainer_group import TrainerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -235,24 +238,13 @@ def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int
     return [step for step in ordered if step not in newest and not (keep_every and step % keep_every == 0)]
 
 
-class CheckpointTrainer(Protocol):
-    """Interface of the trainer's ranks, implemented by `cluster.trainer_group`."""
-
-    queue: asyncio.Lock
-    world_size: int
-
-    async def save_checkpoint(self, step: int, directory: Path) -> None: ...
-
-    async def finish_checkpoint(self) -> dict[str, str]: ...
-
-
 @dataclass(eq=False)
 class Checkpointer:
     """Writes the checkpoints of a live run."""
 
     config: TelescopeConfig
     folder: CheckpointFolder
-    trainer: CheckpointTrainer
+    trainer: TrainerGroup
     status: RunStatus
     _: KW_ONLY
     last_step: int = 0

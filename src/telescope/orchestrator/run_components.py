@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from telescope.cluster.inference_group import InferenceGroup
+from telescope.cluster.inference_group import ActorHandle, InferenceGroup
 from telescope.cluster.placement import network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.rollout_group import NEWS_SECONDS, RolloutGroup
@@ -40,7 +40,7 @@ from telescope.orchestrator.prompt_buffer import measure_prompts
 from telescope.orchestrator.record_rows import trainer_span_row
 from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.servers import ServerHandle, ServerPool
+from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.record.alerts import REPORTED
@@ -90,9 +90,7 @@ class RunComponents:
         data = describe_data(keys.training, [infos[key] for key in keys.training], evals)
         return cls(config, keys, rollouts, settings, evals, data)
 
-    def open_servers(
-        self, handles: Sequence[ServerHandle], clients: Sequence[EngineBackend], status: RunStatus
-    ) -> None:
+    def open_servers(self, handles: Sequence[ActorHandle], clients: Sequence[EngineBackend], status: RunStatus) -> None:
         """Opens the request slots of started servers. Set `servers.bring_weights` next."""
         config = self.config
         group_size = config.group_size if config.enable_individual_sample_lanes else 1

@@ -13,19 +13,24 @@ Invariant: a server's slots are open only while its process responds and has loa
 weights of the eval that leases it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
 from telescope.inference.base import EngineBackend
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.pool import Lane
 from telescope.utils.text import single_line
+
+if TYPE_CHECKING:
+    from telescope.cluster.inference_group import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +41,9 @@ MAX_FAILED_BRING_UPS = 5
 restart it, and unlimited retries would stall a run with one server."""
 
 
-class ServerHandle(Protocol):
-    """The actor that supervises one engine process."""
-
-    async def status(self) -> Any: ...
-
-
 @dataclass
 class _Server:
-    handle: ServerHandle
+    handle: ActorHandle
     client: EngineBackend
     num_restarts: int = 0
     up: bool = False
@@ -89,7 +88,7 @@ class ServerPool:
     The last `num_dedicated` servers are for evals, which generate `eval_slots_per_server` samples per server at once.
     """
 
-    handles: InitVar[Sequence[ServerHandle]]
+    handles: InitVar[Sequence[ActorHandle]]
     clients: Sequence[EngineBackend]
     slots: Lane
     status: RunStatus
@@ -100,7 +99,7 @@ class ServerPool:
     eval_slots_per_server: int = 1
     bring_weights: Callable[..., Awaitable[None]] = field(init=False)
 
-    def __post_init__(self, handles: Sequence[ServerHandle], num_dedicated: int) -> None:
+    def __post_init__(self, handles: Sequence[ActorHandle], num_dedicated: int) -> None:
         self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
         """Servers that serve evals but no rollouts."""
         self._leases: dict[int, EvalLease] = {}
