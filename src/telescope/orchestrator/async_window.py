@@ -129,11 +129,6 @@ class Ledger:
             values["num_requeued"], _num_requeues=Counter(dict(values["requeues"])),
         )  # fmt: skip
 
-    @property
-    def waiting(self) -> frozenset[int]:
-        """Requeued prompts that have no group now."""
-        return frozenset(self._waiting)
-
     def is_balanced(self) -> bool:
         """Checks the invariant of the module docstring."""
         return self.num_opened == self.num_trained + sum(self.dropped.values()) + len(self.open)
