@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 from telescope.utils.process import describe_exit
 
@@ -53,12 +54,15 @@ def die_with(pid: int) -> None:
     threading.Thread(target=wait_for_end, name="telescope-child-guard", daemon=True).start()
 
 
+_prctl = ctypes.CDLL(None).prctl  # looked up here, because little is allowed after a fork
+
+
 def end_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent thread ends. `parent` is the process of that thread.
 
-    In contrast to `die_with`, this works while the process cannot run threads.
+    In contrast to `die_with`, this works while the process cannot run threads, and after a fork.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent has ended already
 
@@ -73,15 +77,8 @@ def main(argv: list[str]) -> int:
     """Runs `PARENT_PID COMMAND...` until the command or the parent ends."""
     parent, command = int(argv[0]), argv[1:]
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
-    prctl, shim = ctypes.CDLL(None).prctl, os.getpid()  # looked up here, because little is allowed after the fork
-
-    def end_with_shim() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != shim:
-            os._exit(1)  # the shim was killed before this call
-
     try:
-        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_shim)
+        child = subprocess.Popen(command, env=environment, preexec_fn=partial(end_with_parent, os.getpid()))
     except OSError as error:
         sys.stderr.write(f"telescope: {error}\n")  # names the program
         return 127
