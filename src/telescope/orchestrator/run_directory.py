@@ -193,19 +193,11 @@ class RunDirectory:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
         except OSError as error:
             logger.error("The summary of this run cannot be written: %s", error)
+        alert = {"time": time.time(), "step": summary.steps}
         if summary.error is not None:
-            alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
-            self.alerts.add({"time": time.time(), **alert})
+            self.alerts.add({**alert, "level": "error", "kind": "run", "message": summary.error})
         else:
-            self.alerts.run_command(
-                {
-                    "time": time.time(),
-                    "level": "info",
-                    "kind": "end",
-                    "message": summary.sentence,
-                    "step": summary.steps,
-                }
-            )
+            self.alerts.run_command({**alert, "level": "info", "kind": "end", "message": summary.sentence})
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 
