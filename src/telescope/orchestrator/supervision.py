@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -122,9 +121,7 @@ def driver_stacks() -> str:
     """Returns the stacks of all asyncio tasks and threads of this process."""
     text = io.StringIO()
     for task in asyncio.all_tasks():
-        text.write(f"task {task.get_name()}\n")
-        for frame in task.get_stack(limit=8):
-            text.write("".join(traceback.format_stack(frame, limit=1)))
+        task.print_stack(limit=8, file=text)
     text.write(thread_stacks())
     return text.getvalue()
 
