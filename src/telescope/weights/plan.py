@@ -97,15 +97,8 @@ class UpdateInfo:
     """Model folder from which every worker loads the tensors itself, instead of a transfer."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"weights cannot be sent as {self.dtype!r}; use one of {sorted(ITEM_BYTES)}")
-        if len(self.names) != len(self.shapes):
-            raise ValueError(f"{len(self.names)} names but {len(self.shapes)} shapes")
-        if len(set(self.names)) != len(self.names):
-            twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise ValueError(f"duplicate tensor names: {twice}")
-        if self.bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
+        assert self.dtype in ITEM_BYTES, f"weights cannot be sent as {self.dtype}"
+        assert len(self.names) == len(self.shapes) == len(set(self.names)), "a tensor is listed twice or has no shape"
 
     @property
     def metas(self) -> list[TensorMeta]:

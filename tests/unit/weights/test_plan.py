@@ -61,11 +61,10 @@ def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"dtype": "int8"}, "cannot be sent as 'int8'"),
-    ({"names": ["a", "a"], "shapes": [[1], [1]]}, "duplicate tensor names"),
-    ({"names": ["a"], "shapes": []}, "1 names but 0 shapes"), ({"bucket_bytes": 0}, "must be positive"),
+    ({"dtype": "int8"}, "cannot be sent as int8"), ({"names": ["a", "a"], "shapes": [[1], [1]]}, "listed twice"),
+    ({"names": ["a"], "shapes": []}, "has no shape"),
 ])  # fmt: skip
 def test_an_impossible_update_is_refused(fields, message):
     good = update_of([(2,)]).to_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError, match=message):
         UpdateInfo(**{**good, **fields})
