@@ -111,12 +111,6 @@ class TelescopeConfig(
         """A copy with these defaults changed, which then do not count as chosen."""
         return type(self).model_validate({**self.values, **changes}, context={USER_SET_CONTEXT: self.user_set})
 
-    def model_copy(self, *, update: Any = None, deep: bool = False) -> TelescopeConfig:
-        """As in Pydantic without `update`. With it, refused, because Pydantic would not validate the result."""
-        if update:
-            raise TypeError("model_copy(update=...) skips validation: use TelescopeConfig.replace(...)")
-        return super().model_copy(deep=deep)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TelescopeConfig):
             return NotImplemented
