@@ -23,7 +23,7 @@ from measure import provenance
 
 from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.inference.base import Generation
-from telescope.orchestrator.groups import Group
+from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.prompt_sampler import SampledPrompt, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
@@ -114,10 +114,10 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)
-            advantages, position = np.full(num_samples, 0.5), SamplerPosition(step, ())
+            batch, position = Batch(groups, np.full(num_samples, 0.5), [], {}), SamplerPosition(step, ())
             of_process, of_loop = time.process_time(), time.thread_time()
             write_events(recorder, groups, seconds)
-            await steps.trained(TrainedStep(step, groups, advantages, {}, result, {}, time.time() - 9, 1.0, position))
+            await steps.trained(TrainedStep(step, batch, result, {}, time.time() - 9, 1.0, position))
             loop.append(time.thread_time() - of_loop)
             recorder.flush()
             cpu.append(time.process_time() - of_process)

@@ -380,13 +380,15 @@ class Orchestrator:
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""
         for step in range(self._first_step, self.config.number_of_steps):
-            if self._stop_requested:
-                return
             started_at = time.time()
-            self.status.set_component("trainer", "waiting for a batch")
-            batch = await self._next_batch()
-            if batch is None:
+            await self._notifier.wait_until(
+                lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
+            )
+            if self._stop_requested or self._batch is None:
                 return
+            batch, self._batch = self._batch, None
+            self._num_taken += 1
+            self._notifier.notify()
             waited = time.time() - started_at
             self.status.set_component("trainer", f"training step {step + 1}")
             result = await self.trainer.train_step(batch.inputs)
@@ -397,24 +399,9 @@ class Orchestrator:
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
                 del self._unsettled[group.group_id]
-            trained = TrainedStep(
-                step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited,
-                self.position(),
-            )  # fmt: skip
+            trained = TrainedStep(step, batch, result, sync_metrics, started_at, waited, self.position())
             await self._step_recorder.trained(trained)
             # After the step is counted: samples too old for the new weights count in the next step, as in the record.
             self._withdraw_stale_groups()
             if self.after_step is not None:
                 await self.after_step(step + 1, self.run_state)
-
-    async def _next_batch(self) -> Batch | None:
-        """Returns the next batch, or None when a stop is requested first."""
-        await self._notifier.wait_until(
-            lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
-        )
-        if self._stop_requested:
-            return None
-        batch, self._batch = self._batch, None
-        self._num_taken += 1
-        self._notifier.notify()
-        return batch

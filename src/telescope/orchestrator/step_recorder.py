@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.groups import Group
+from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
@@ -29,14 +29,12 @@ RUN_ENDED = "run_ended"  # reason of a cancelled group: the run ended before it 
 class TrainedStep:
     """A training step whose weights are synced. Times in seconds; `step` is also the version from which it started.
 
-    `advantages` belong to the usable samples of `groups`, in order. `waited` is how long the trainer waited for the
-    batch. `position` is the sampler position once these groups are trained.
+    `waited` is how long the trainer waited for the batch. `position` is the sampler position once its groups are
+    trained.
     """
 
     step: int
-    groups: list[Group]
-    advantages: np.ndarray
-    packing: dict[str, float]
+    batch: Batch
     result: StepResult
     sync_metrics: dict[str, float]
     started_at: float
@@ -112,13 +110,14 @@ class StepRecorder:
         seconds = max(ended_at - trained.started_at, 1e-6)
         # Includes discarded groups, because the mean of trained groups excludes every prompt that is always or never
         # solved.
-        rewards = np.concatenate([*(group.rewards_n for group in trained.groups), *self._discarded_rewards])
+        batch = trained.batch
+        rewards = np.concatenate([*(group.rewards_n for group in batch.groups), *self._discarded_rewards])
         self._discarded_rewards = []
         metrics = {
-            **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
-            **self._discards.take(len(trained.groups)),
+            **batch_metrics(batch.groups, batch.advantages.tolist(), version=trained.step),
+            **self._discards.take(len(batch.groups)),
             "reward/all_groups/mean": float(rewards.mean()),
-            **trained.packing,
+            **batch.packing,
             **trained.result.metrics,
             **trained.sync_metrics,
             "timing_waiting_for_data": trained.waited,
@@ -135,11 +134,21 @@ class StepRecorder:
 
     async def _write_batch(self, trained: TrainedStep) -> None:
         """Writes the groups, distributions and trainer's records of a step."""
-        await self._write_trained_groups(trained)
+        batch, step, write = trained.batch, trained.step, self._recorder.write
+        advantages, position = batch.advantages.tolist(), 0
+        for group in batch.groups:
+            end = position + len(group.usable_samples)
+            self._write_group(group, step, advantages[position:end], status="kept", reason=None, step=step)
+            position = end
+            await asyncio.sleep(0)
+        for tokens in trained.result.tokens:
+            write("tokens", record_rows.tokens_row(tokens, step))
+        for span in trained.result.spans:
+            write("spans", record_rows.trainer_span_row(span, step))
         discarded, self._discarded_numbers = self._discarded_numbers, []
-        for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), discarded, step=trained.step):
+        for rows in step_stats_rows(batch.groups, advantages, discarded, step=step):
             for row in rows:
-                self._recorder.write("step_stats", row)
+                write("step_stats", row)
             await asyncio.sleep(0)
 
     def _write_step(self, trained: TrainedStep, metrics: dict[str, float], generated: int, ended_at: float) -> None:
@@ -156,7 +165,7 @@ class StepRecorder:
                 "reward_trained": metrics["reward/total/mean"],
                 "learning_rate": metrics.get("learning_rate"),
                 "num_samples": int(metrics["kept/samples"]),
-                "num_groups": len(trained.groups),
+                "num_groups": len(trained.batch.groups),
                 "num_tokens_trained": int(metrics["kept/tokens"]),
                 "num_tokens_generated": generated,
                 "next_draw": trained.position.next_draw,
@@ -176,19 +185,6 @@ class StepRecorder:
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1
         self._status.progressed()
-
-    async def _write_trained_groups(self, trained: TrainedStep) -> None:
-        position = 0
-        for group in trained.groups:
-            count = len(group.usable_samples)
-            advantages = trained.advantages[position : position + count].tolist()
-            self._write_group(group, trained.step, advantages, status="kept", reason=None, step=trained.step)
-            position += count
-            await asyncio.sleep(0)
-        for tokens in trained.result.tokens:
-            self._recorder.write("tokens", record_rows.tokens_row(tokens, trained.step))
-        for span in trained.result.spans:
-            self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
 
     def _write_group(self, group: Group, version: int, advantages: Sequence[float] = (), **outcome: Any) -> None:
         """Writes a group with its samples, turns and spans. Ages are relative to `version`."""
