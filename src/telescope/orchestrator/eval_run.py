@@ -1,6 +1,7 @@
 """Evaluates saved checkpoints and models, from the request to the results.
 
-One pool of servers measures all models; each is loaded into the running engines (`folder_weights`). Environments,
+One pool of servers measures all models; each is loaded into the running engines, in place. Every worker reads the
+folder itself, with the loading code of a weight sync, and its fingerprints are compared with the files. Environments,
 servers and sampling are those of a training run (`run_components`, `evaluation`), without a trainer. Finished samples
 are kept in `samples.jsonl` in the output folder, so that the same evaluation can continue after an interruption.
 
@@ -9,8 +10,9 @@ record in the output folder.
 """
 
 import asyncio
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,12 @@ from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
-from telescope.errors import ConfigError, UserError
+from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 from telescope.evals.runner import EvalResult, SamplesFile
+from telescope.inference.base import EngineBackend
 from telescope.orchestrator import preflight
 from telescope.orchestrator.eval_targets import EvalTarget, find_targets
 from telescope.orchestrator.evaluation import Evaluation
-from telescope.orchestrator.folder_weights import FolderWeights
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
@@ -34,6 +36,11 @@ from telescope.orchestrator.status import RunStatus
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.weights.model_folder import folder_metas
+from telescope.weights.plan import UpdateInfo, make_update
+from telescope.weights.probe import compare
+
+logger = logging.getLogger(__name__)
 
 OUTPUTS = "evals"  # folder of evaluations, in the run directory or the current one
 
@@ -257,3 +264,60 @@ class _EvalRun:
     async def _folder_of(self, target: EvalTarget) -> Path:
         self._status.phase = f"preparing {target.description}"
         return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
+
+
+@dataclass
+class FolderWeights:
+    """The weights that the servers should have, initially the weights that they start with. `version` numbers them.
+
+    `sync_one` loads one server at a time, and never loads the same folder twice.
+    """
+
+    config: TelescopeConfig
+    clients: Sequence[EngineBackend]
+    folder: Path
+    version: int
+
+    def __post_init__(self) -> None:
+        self._locks = [asyncio.Lock() for _ in self.clients]
+
+    async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
+        """Loads another folder into `servers`. Other servers load it when they restart (`sync_one`)."""
+        self.folder, self.version = folder, version
+        await asyncio.gather(*(self.sync_one(server, lambda: None, fresh=False) for server in servers))
+
+    async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
+        """Loads the folder into one server, unless an old process has it. Calls `on_loaded` before any other load.
+
+        Raises InfrastructureError if the server fails, and RunError if it has loaded other weights.
+        """
+        client = self.clients[server]
+        async with self._locks[server]:
+            if fresh or client.loaded_version != self.version:
+                update = make_update(
+                    folder_metas(self.folder),
+                    version=self.version,
+                    dtype=self.config.engine_dtype,
+                    bucket_mb=self.config.weight_broadcast_bucket_mb,
+                    timeout_seconds=self.config.weight_sync_timeout_seconds,
+                    folder=str(self.folder.absolute()),
+                )
+                await load_folder(client, update)
+            on_loaded()
+
+
+async def load_folder(client: EngineBackend, update: UpdateInfo) -> None:
+    """Pauses a server, loads a model folder and verifies it. Raises RunError if other weights were loaded."""
+    await client.pause()
+    await client.transfer_mode()  # ends an update that failed in one worker and is still open in others
+    await client.start_update()
+    await client.update_weights(update)
+    await client.finish_update(update.version)
+    await client.resume()
+    loaded = await client.fingerprints()
+    if not loaded:
+        raise InfrastructureError(f"no worker of {client.base_url} answered")
+    report = await asyncio.to_thread(compare, sent=loaded[0]["read"], loaded=loaded, dtype=update.dtype)
+    if not report.ok:
+        raise RunError(f"server {client.server_index} has not loaded the weights of {update.folder}: {report}")
+    logger.info("server %d has loaded %s: %s", client.server_index, update.folder, report)

@@ -32,7 +32,7 @@ from telescope.inference.base import Address
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
-from telescope.orchestrator.folder_weights import load_folder
+from telescope.orchestrator.eval_run import load_folder
 from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.weights.communicator import backend_for
@@ -291,7 +291,7 @@ class Server:
             folder_metas(folder), version=self.version, dtype=self.dtype, bucket_mb=8, timeout_seconds=60.0,
             folder=str(folder),
         )  # fmt: skip
-        self.run(load_folder(self.client, update, self.dtype))
+        self.run(load_folder(self.client, update))
 
     async def in_place(self, update: UpdateInfo, *, drop_caches: bool = False) -> tuple[SendReport, float]:
         """A sync inside one pause. Returns the report and the seconds of the pause."""
