@@ -36,14 +36,12 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._failure: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._has_failed = asyncio.Event()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Starts a task whose failure ends the run."""
-        loop = asyncio.get_running_loop()
-        if self._failure is None:
-            self._failure = loop.create_future()
-        task = loop.create_task(coroutine, name=name)
+        task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
         return task
@@ -56,38 +54,33 @@ class Supervisor:
         When a task fails, `grace(error)` may ask `main` to end by itself, and returns the seconds that `main` has for
         it.
         """
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        main_task = asyncio.get_running_loop().create_task(main, name="main")
+        main_task = asyncio.create_task(main, name="main")
+        failure = asyncio.create_task(self._has_failed.wait(), name="failure")
         try:
-            await asyncio.wait({main_task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if error := self._failure.done() and self._failure.exception():
-                if not main_task.done() and (seconds := grace(error)):
+            await asyncio.wait({main_task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None:
+                if not main_task.done() and (seconds := grace(self._error)):
                     await asyncio.wait({main_task}, timeout=seconds)
                     if main_task.done() and not main_task.cancelled() and (second := main_task.exception()):
                         logger.info("%s failed too: %r", main_task.get_name(), second)
-                raise error
+                raise self._error
             return main_task.result()
         finally:
-            tasks = [task for task in (*self._tasks, main_task) if not task.done()]
+            tasks = [task for task in (*self._tasks, main_task, failure) if not task.done()]
             for task in tasks:
                 task.cancel()
             for task, result in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
                 if isinstance(result, Exception):
                     logger.debug("task %s failed while it was being cancelled: %r", task.get_name(), result)
-            if self._failure.done() and not self._failure.cancelled():
-                self._failure.exception()  # retrieved, so that asyncio does not report it again
-            self._failure.cancel()
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
+        error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        if self._error is None:
+            self._error = error
+            self._has_failed.set()
         else:
             # The first failure ends the run. Later failures are often its consequences.
             logger.info("task %s failed too: %r", task.get_name(), error)
