@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -241,12 +242,4 @@ def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
     """Returns one row of `spans` for a trainer rank's span."""
-    return {
-        "name": span.name,
-        "component": "trainer",
-        "rank": span.rank,
-        "step": step,
-        "micro_batch": span.micro_batch,
-        "start": span.start,
-        "end": span.end,
-    }
+    return {**asdict(span), "component": "trainer", "step": step}
