@@ -28,10 +28,9 @@ from telescope.orchestrator.conversion import (
 from telescope.record.files import RunFiles, read_json
 from telescope.record.reader import is_run
 from telescope.utils.text import user_path
-from telescope.weights.model_folder import read_origin, weight_files
+from telescope.weights.model_folder import model_folder, read_origin, weight_files
 
 CONFIG = "config.json"
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # required files of a hub model
 
 SAME_IN_ALL = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -157,7 +156,7 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
     if is_local_path(source) or source.endswith("/"):
         problem = "is a file" if path.is_file() else "does not exist"
         raise UserError(f"{source} {problem}. Give a run directory, a checkpoint, a model folder or a hub name")
-    return [EvalTarget(source, _download(source), None, is_native=False)]
+    return [EvalTarget(source, model_folder(source), None, is_native=False)]
 
 
 def _is_model(path: Path) -> bool:
@@ -172,18 +171,6 @@ def _target(path: Path) -> EvalTarget:
     if origin is not None:
         step = origin.checkpoint.step
     return EvalTarget(path.name if match else str(path), path, step, is_native)
-
-
-def _download(name: str) -> Path:
-    """Downloads a hub model unless it is cached. Returns its folder. Raises `UserError`."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"{name} is not a folder here and cannot be downloaded: {reason}. Check the name") from error
 
 
 def _refuse_different_models(targets: Sequence[EvalTarget]) -> None:

@@ -19,7 +19,7 @@ from telescope.config.model_contents import safetensors_tensors
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
 from telescope.utils.digests import damage, digests_of
-from telescope.utils.text import user_path
+from telescope.utils.text import single_line, user_path
 from telescope.weights.plan import TensorMeta
 
 if TYPE_CHECKING:
@@ -95,9 +95,10 @@ def model_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"The model {model!r} cannot be loaded from the hub: {error}") from error
+        reason = single_line(str(error)).rstrip(".")
+        raise UserError(f"{model} is not a folder here and cannot be downloaded: {reason}. Check the name") from error
 
 
 def absolute_model(model: str) -> str:
