@@ -1,9 +1,9 @@
 """Collects gauges of a run's processes and machines into the record.
 
     trainer ranks       torch's allocator, in a thread     --+
-    inference actors    vLLM's Prometheus metrics, likewise  +--Ray calls--> Collectors --> gauges
-    other machines      processor, memory, GPUs, likewise  --+                  ^
-    this machine        the same, in threads of the driver ---------------------+
+    inference actors    vLLM's Prometheus metrics, likewise  +--Ray calls--> collect --> gauges
+    other machines      processor, memory, GPUs, likewise  --+                ^
+    this machine        the same, in threads of the driver -------------------+
 
 Owns the sources and their intervals; `record.gauges` reads the values. Invariants: a collector blocks nothing else. A
 source that does not respond causes a warning, is polled again, and delays no other source.
@@ -49,42 +49,33 @@ class Source:
     is_placed: bool = field(default=False, init=False)
 
 
-class Collectors:
-    """Polls its sources until it is cancelled, and writes their readings."""
+async def collect(sources: list[Source], recorder: Recorder) -> None:
+    """Polls the sources until cancelled, and records their readings. Continues after an error of a source."""
+    await asyncio.gather(*(_collect(source, recorder) for source in sources))
 
-    def __init__(self, sources: list[Source], recorder: Recorder) -> None:
-        self._sources = sources
-        self._recorder = recorder
 
-    async def run(self) -> None:
-        """Collects until cancelled. Continues after an error of a source."""
-        await asyncio.gather(*(self._collect(source) for source in self._sources))
-
-    async def _collect(self, source: Source) -> None:
-        while True:
-            await asyncio.sleep(source.interval)
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    batch = await source.take()
-            except Exception as error:  # a run continues without a gauge
-                if not source.is_failing:
-                    logger.warning("%s: no readings (%r); retrying", source.name, error)
-                source.is_failing = True
-                continue
-            source.is_failing = False
-            self._record(source, batch)
-
-    def _record(self, source: Source, batch: ReadingBatch) -> None:
+async def _collect(source: Source, recorder: Recorder) -> None:
+    while True:
+        await asyncio.sleep(source.interval)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                batch = await source.take()
+        except Exception as error:  # a run continues without a gauge
+            if not source.is_failing:
+                logger.warning("%s: no readings (%r); retrying", source.name, error)
+            source.is_failing = True
+            continue
+        source.is_failing = False
         for problem in batch.problems:
             logger.warning("%s: %s", source.name, problem)
         if not source.is_placed:
             source.is_placed = True
             if batch.hardware is not None:
-                self._recorder.write("nodes", {**batch.hardware, "node": batch.node})
+                recorder.write("nodes", {**batch.hardware, "node": batch.node})
             for gpu in batch.gpus:
-                self._recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, batch))
+                recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, batch))
         for reading in batch.readings:
-            self._recorder.write("gauges", gauge_row(reading, source, batch))
+            recorder.write("gauges", gauge_row(reading, source, batch))
 
 
 def gauge_row(reading: Reading, source: Source, batch: ReadingBatch) -> dict[str, Any]:

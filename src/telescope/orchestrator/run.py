@@ -19,7 +19,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
-from telescope.orchestrator.collectors import Collectors, sources_of
+from telescope.orchestrator.collectors import collect, sources_of
 from telescope.orchestrator.evaluation import Evaluation, eval_point
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents
@@ -146,8 +146,7 @@ class _TrainingRun:
         disk.start()
         self._session.stack.callback(disk.stop)
         supervisor.spawn(self._take_gauges(components, disk), "gauges")
-        collectors = start_collectors(components, directory.recorder, self._session.stack)
-        supervisor.spawn(collectors.run(), "collectors")
+        supervisor.spawn(collect_gauges(components, directory.recorder, self._session.stack), "collectors")
         evaluation = self._evaluation = Evaluation(
             components.evals, config, components.rollouts, components.servers, components.settings,
             directory.recorder, status, supervisor.spawn,
@@ -229,14 +228,14 @@ class _TrainingRun:
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
 
-def start_collectors(components: RunComponents, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
-    """Starts sampling all gauges. Returns their collectors. `stack` stops what this starts."""
+async def collect_gauges(components: RunComponents, recorder: Recorder, stack: AsyncExitStack) -> None:
+    """Samples and records all gauges until cancelled. `stack` stops what this starts."""
     config = components.config
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
     hosts = HostGroup(config, components.cluster)
     stack.push_async_callback(hosts.stop)
-    return Collectors(sources_of(config, machine, components.trainer, components.inference, hosts), recorder)
+    await collect(sources_of(config, machine, components.trainer, components.inference, hosts), recorder)
 
 
 SAVE_WAIT_SECONDS = 1800.0

@@ -23,7 +23,7 @@ from telescope.evals.runner import EvalResult, PlannedEval
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.run import start_collectors
+from telescope.orchestrator.run import collect_gauges
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
@@ -99,8 +99,7 @@ class Stack:
             evaluation = evaluation_on(parts, [], directory, status)
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
-            collectors = start_collectors(parts, directory.recorder, exit_stack)
-            supervisor.spawn(collectors.run(), "collectors")
+            supervisor.spawn(collect_gauges(parts, directory.recorder, exit_stack), "collectors")
             training = Training(
                 parts, evaluation, directory, status, CheckpointFolder.for_run(config, directory.path),
                 Interrupt(status),

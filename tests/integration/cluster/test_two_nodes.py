@@ -34,7 +34,7 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.plan import PlacementError, plan_placement
 from telescope.errors import DeadlineExceeded, RankLost, UserError
-from telescope.orchestrator.collectors import Collectors, sources_of
+from telescope.orchestrator.collectors import collect, sources_of
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.gauges import ReadingBatch
 from telescope.record.reader import Run
@@ -267,7 +267,7 @@ async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_
     hosts, machine = HostGroup(config, two_nodes.cluster), MachineSampler(0.2)
     with directory.open_record(console=False):
         sources = sources_of(config, machine, NoTrainer(), NoServers(), hosts)  # type: ignore[arg-type]
-        collecting = asyncio.create_task(Collectors(sources, directory.recorder).run())
+        collecting = asyncio.create_task(collect(sources, directory.recorder))
         await rows_until(tmp_path, "gauges", lambda rows: {here, there} <= {row["node"] for row in rows})
         await asyncio.to_thread(two_nodes.lose_the_other)
         warning = f"machine {there}: no readings"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from telescope.config import TelescopeConfig
-from telescope.orchestrator.collectors import GIVEN_GPU, Collectors, Source, gauge_row, sources_of
+from telescope.orchestrator.collectors import GIVEN_GPU, Source, collect, gauge_row, sources_of
 from telescope.record.gauges import Reading, ReadingBatch
 
 
@@ -27,10 +27,10 @@ class Rows:
             self.enough.set()
 
 
-async def collect(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
+async def collected(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
     """Returns at least the first `wanted` rows of these sources."""
     rows = Rows(wanted)
-    task = asyncio.create_task(Collectors(sources, rows).run())  # type: ignore[arg-type]
+    task = asyncio.create_task(collect(sources, rows))  # type: ignore[arg-type]
     async with asyncio.timeout(30):
         await rows.enough.wait()
     task.cancel()
@@ -53,7 +53,7 @@ async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_reported_once
 
     sources = [Source("a", {}, 0.001, failing), Source("b", {}, 0.001, hanging), Source("c", {}, 0.001, good)]
     with caplog.at_level(logging.WARNING):
-        rows = await collect(sources, 20)
+        rows = await collected(sources, 20)
     assert [row["value"] for row in rows[:20]] == [float(n) for n in range(20)]
     assert ["the actor is gone" in record.message for record in caplog.records] == [True]
 
@@ -67,7 +67,7 @@ async def test_a_source_that_recovers_is_polled_again():
             raise answer
         return answer
 
-    rows = await collect([Source("a", {}, 0.001, take)], 1)
+    rows = await collected([Source("a", {}, 0.001, take)], 1)
     assert rows[0]["value"] == 1.0
 
 
@@ -75,7 +75,7 @@ async def test_the_hardware_of_a_machine_is_written_once():
     async def take() -> ReadingBatch:
         return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", hardware={"cpu": "EPYC"})
 
-    rows = await collect([Source("machine box", {}, 0.001, take)], 10)
+    rows = await collected([Source("machine box", {}, 0.001, take)], 10)
     assert [row for row in rows if "cpu" in row] == [{"cpu": "EPYC", "node": "box"}]
 
 
@@ -83,7 +83,7 @@ async def test_the_gpus_of_a_process_are_written_once():
     async def take() -> ReadingBatch:
         return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
 
-    rows = await collect([Source("server 1", {"component": "inference", "server": 1}, 0.001, take)], 10)
+    rows = await collected([Source("server 1", {"component": "inference", "server": 1}, 0.001, take)], 10)
     given = [row for row in rows if row["name"] == GIVEN_GPU]
     assert [(row["component"], row["server"], row["node"], row["gpu"]) for row in given] == [
         ("inference", 1, "box", 2),
