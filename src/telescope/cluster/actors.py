@@ -49,7 +49,7 @@ DAEMON_EXIT_SECONDS = 0.5
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
-    """Returns the Ray actor class of one of the classes below, with its `placement`. `.remote(...)` starts an actor."""
+    """Returns the Ray actor class of a class, with its `placement`. `.remote(...)` starts an actor."""
     return ray.remote(**ACTOR_OPTIONS, **placement)(actor_class)
 
 
@@ -210,17 +210,6 @@ class TrainerActor:
             self.trainer.shutdown()
 
 
-class HostActor:
-    """Actor that samples the gauges of a machine without the driver."""
-
-    def __init__(self, interval: float) -> None:
-        self._machine = MachineSampler(interval)
-
-    def take_readings(self) -> ReadingBatch:
-        """Returns the readings since the last call."""
-        return self._machine.take()
-
-
 def add_gpus(batch: ReadingBatch) -> ReadingBatch:
     """Adds the GPUs that Ray assigned to this actor. The caller adds its node."""
     return replace(batch, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
@@ -291,7 +280,7 @@ class HostGroup:
         for node, name in cluster.node_names.items():
             if node != cluster.driver_node:
                 placement = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-                self._actors[name] = make_actor(HostActor, placement).remote(seconds)
+                self._actors[name] = make_actor(MachineSampler, placement).remote(seconds)
 
     @property
     def names(self) -> list[str]:
@@ -299,7 +288,7 @@ class HostGroup:
 
     async def take_readings(self, name: str) -> ReadingBatch:
         """Returns a machine's readings since the last call."""
-        batch: ReadingBatch = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
+        batch: ReadingBatch = await answer(self._actors[name].take.remote(), f"gauges of machine {name}")
         return replace(batch, node=name)
 
     async def stop(self) -> None:
