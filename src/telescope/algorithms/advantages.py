@@ -58,13 +58,10 @@ def compute_advantages(
     """Sets `advantage` of every sample and returns the same numbers, float64 [len(samples)].
 
     `samples` is one whole training batch in any order; `group_id` identifies the groups. Raises `ValueError` for an
-    unknown algorithm, or one that does not allow `advantage_norm`.
+    unknown algorithm. The algorithm must allow `advantage_norm` (`config.rules`).
     """
     chosen = get_algorithm(algorithm)
-    norms = ALGORITHM_FACTS[algorithm].advantage_norms
-    if advantage_norm not in norms:
-        allowed = " or ".join(repr(norm) for norm in norms)
-        raise ValueError(f"algorithm {algorithm!r} does not allow advantage_norm {advantage_norm!r}: use {allowed}")
+    assert advantage_norm in ALGORITHM_FACTS[algorithm].advantage_norms
     advantages = np.zeros(len(samples), dtype=np.float64)
     members: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):

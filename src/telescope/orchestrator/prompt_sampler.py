@@ -44,14 +44,10 @@ class PromptSampler:
     """An endless sequence of prompts from environments of given sizes and weights."""
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
-        """Skips the first `first_index[e]` items of environment e (held out). Raises ValueError if no item is left."""
-        for environment, (size, first) in enumerate(zip(sizes, first_index, strict=True)):
-            if size - first <= 0:
-                raise ValueError(
-                    f"environment {environment} has {size} items, all of them held out for evals ({first})"
-                )
+        """Skips the first `first_index[e]` items of environment e (held out)."""
         self._seed = seed
         self._sizes = [size - first for size, first in zip(sizes, first_index, strict=True)]
+        assert min(self._sizes) > 0, "all items of an environment are held out"  # refused by `check_eval_items`
         self._first = list(first_index)
         total = float(sum(weights))
         self._probabilities = np.array([weight / total for weight in weights])

@@ -228,9 +228,7 @@ class StagingBuffers:
     """The staging buffers of one model. They take as much memory as its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        reason = why_in_place(model)
-        if reason is not None:
-            raise ValueError(f"the model cannot have staging buffers: {reason}")
+        assert (reason := why_in_place(model)) is None, reason
         self._staging: dict[int, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._tree: Any = self._twin(model, {})
@@ -252,8 +250,7 @@ class StagingBuffers:
 
     def _twin(self, module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
         """Returns a copy of the module with buffers as parameters. Shared modules and parameters stay shared."""
-        known = twins.get(id(module))
-        if known is not None:
+        if (known := twins.get(id(module))) is not None:
             return known
         twin = object.__new__(type(module))
         twins[id(module)] = twin
@@ -271,8 +268,7 @@ class StagingBuffers:
 
     def _stage(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns a buffer with the parameter's class and attributes, because loaders read both."""
-        known = self._staging.get(id(parameter))
-        if known is not None:
+        if (known := self._staging.get(id(parameter))) is not None:
             return known
         staged: Any = nn.Parameter(parameter.data.clone(), requires_grad=False)
         staged.__class__ = type(parameter)

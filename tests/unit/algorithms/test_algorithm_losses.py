@@ -118,9 +118,3 @@ def test_baselines_are_those_of_the_table():
     }
     for name, advantages in wanted.items():
         assert compute_advantages([Scored(0, r) for r in rewards], algorithm=name) == pytest.approx(advantages)
-
-
-@pytest.mark.parametrize(("name", "norm"), [("rloo", "batch"), ("dr_grpo", "batch"), ("reinforce_pp", "group")])
-def test_a_normalization_that_an_algorithm_does_not_have_is_refused(name, norm):
-    with pytest.raises(ValueError, match=rf"algorithm '{name}' does not allow advantage_norm '{norm}': use "):
-        compute_advantages([Scored(0, 1.0)], algorithm=name, advantage_norm=norm)

@@ -46,7 +46,7 @@ def test_another_seed_samples_other_prompts():
 
 
 def test_an_environment_that_is_entirely_held_out_is_an_error():
-    with pytest.raises(ValueError, match="held out"):
+    with pytest.raises(AssertionError, match="held out"):
         PromptSampler(0, [10], [1.0], [10])
 
 

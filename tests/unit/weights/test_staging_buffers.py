@@ -132,8 +132,6 @@ def test_a_model_that_computes_with_anything_but_its_parameters_has_no_staging_b
         model.layer.weight.data = torch.empty(0)
     reason = why_in_place(model)
     assert ("layer" in reason) or kind in reason
-    with pytest.raises(ValueError, match="cannot have staging buffers"):
-        StagingBuffers(model)
 
 
 def test_a_layer_of_the_cpu_that_computes_with_its_plain_weight_can_have_staging_buffers() -> None:
