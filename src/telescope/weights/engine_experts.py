@@ -80,7 +80,7 @@ def expert_slices(module: nn.Module, place: str, attribute: str, shapes: Mapping
     if why_unreadable(module) is not None:
         return []
     prefix = place.removesuffix(f".{ROUTED}")
-    rank, size = _tensor_parallel(module)
+    rank, size = tensor_parallel(module)
     num_experts = len(getattr(module, attribute))
     fused = f"{prefix}.{FUSED[attribute]}"
     if fused in shapes and size == 1 and layout_of(module) != "exchanged":
@@ -132,9 +132,9 @@ def _backend(module: nn.Module) -> str | None:
     return getattr(backend, "name", None)
 
 
-def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
-    config = getattr(module, "moe_config", None)
-    parallel = getattr(config, "moe_parallel_config", None) or module
+def tensor_parallel(module: nn.Module) -> tuple[int, int]:
+    """Returns (rank, size) of a layer's partition. (0, 1) if every rank has the whole layer."""
+    parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None) or module
     return int(getattr(parallel, "tp_rank", 0)), int(getattr(parallel, "tp_size", 1))
 
 

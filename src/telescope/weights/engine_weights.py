@@ -189,7 +189,7 @@ def _locations(
                 names[index] = f"{prefix}{SHARED_BY_VALUES[component]}.{attribute}"
         return _fused_slices(module, names, shapes) if all(name in shapes for name in names) else []
     rows, columns = as_matrix_shape(shapes[name])
-    rank, size = _tensor_parallel(module)
+    rank, size = engine_experts.tensor_parallel(module)
     if "VocabParallelEmbedding" in kinds:
         indices: Any = module.shard_indices
         return [(name, Slice(0, (indices.org_vocab_start_index, indices.org_vocab_end_index), (0, columns)))]
@@ -207,7 +207,7 @@ def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tupl
 
     A tensor has one component or, in a checkpoint with fused tensors, several. Empty if they do not add up.
     """
-    rank, size = _tensor_parallel(module)
+    rank, size = engine_experts.tensor_parallel(module)
     sizes = [int(rows) for rows in getattr(module, "output_sizes", ())]
     replicas = [1] * len(sizes)
     if "QKVParallelLinear" in _kinds(module):
@@ -230,11 +230,6 @@ def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tupl
         if taken != rows:
             return []
     return slices
-
-
-def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
-    """Returns (rank, size) of the layer's partition. (0, 1) if every rank has the whole layer."""
-    return int(getattr(module, "tp_rank", 0)), int(getattr(module, "tp_size", 1))
 
 
 def _read(
