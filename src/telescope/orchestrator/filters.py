@@ -99,15 +99,12 @@ class SampleFilters:
         threshold = self.compression_threshold
         if threshold is not None and sample.compression_ratio > threshold:
             return "repetition"
-        if self.rare_token is not None and self._is_gibberish(sample):
+        if self.rare_token is not None and any(
+            ((s.token_ids_L > self.rare_token) & (s.engine_logprob_L < self.rare_logprob) & s.trained_L).any()
+            for s in sample.sequences()
+        ):
             return "gibberish"
         return None
-
-    def _is_gibberish(self, sample: Trajectory) -> bool:
-        return any(
-            bool(((s.token_ids_L > self.rare_token) & (s.engine_logprob_L < self.rare_logprob) & s.trained_L).any())
-            for s in sample.sequences()
-        )
 
     def overlong_penalty(self, sample: Trajectory) -> float:
         """Returns the penalty for a long completion (DAPO, equation 13).
