@@ -49,11 +49,11 @@ class RunDirectory:
     recorder: Recorder = field(init=False)
     alerts: Alerts = field(init=False)
     trackers: TrackerProcess = field(init=False)
+    _info: RunInfo = field(init=False)
 
     def __post_init__(self) -> None:
         self._has_started = False
         self._attempt: dict[str, Any] = {}
-        self._info: RunInfo | None = None
         self._known_problem: str | None = None
 
     @classmethod
@@ -102,9 +102,9 @@ class RunDirectory:
                 self.trackers.close()  # last, so that it copies the complete record
 
     @property
-    def run_id(self) -> str | None:
+    def run_id(self) -> str:
         """Returns the run's id in `run.json`, while the record is open."""
-        return self._info.run_id if self._info is not None else None
+        return self._info.run_id
 
     def started(self, topology: dict[str, str], first_step: int) -> None:
         """Records that all components run and the checkpoint, if any, is loaded.
@@ -151,15 +151,13 @@ class RunDirectory:
 
     def evaluated_before(self, accuracy: float) -> None:
         """Writes the accuracy before training to `run.json`."""
-        if self._info is not None:
-            self._info = replace(self._info, heldout_before=accuracy)
-            self.recorder.replace_json(RunFiles(self.path).run_json, asdict(self._info))
+        self._info = replace(self._info, heldout_before=accuracy)
+        self.recorder.replace_json(RunFiles(self.path).run_json, asdict(self._info))
 
     def ended_at_once(self) -> None:
         """Writes to `run.json` that the user ended the run immediately."""
-        if self._info is not None:
-            error = "ended at once by a second interrupt"
-            write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
+        error = "ended at once by a second interrupt"
+        write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
     def flush_record(self) -> None:
         """Writes the newest rows, unless the disk has failed. Waits briefly."""
@@ -187,7 +185,6 @@ class RunDirectory:
 
     def ended(self, summary: RunSummary) -> None:
         """Writes `summary.json` and the end of the attempt. Logs disk errors."""
-        assert self._info is not None
         try:
             if self._has_started or not self.is_resumed:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
