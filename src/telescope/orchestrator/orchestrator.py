@@ -163,19 +163,15 @@ class Orchestrator:
             with rare_full_collections():
                 await self._train_loop()
         finally:
-            self._record_unfinished()
+            self._last_state = self.run_state()
+            self._has_ended = True
+            for group in self._unsettled.values():
+                self._step_recorder.write_unfinished(group, self.window.version)
+                if group.running is not None:
+                    group.running.cancel()
+            self._unsettled.clear()
+            self.recorder.set_in_flight([])
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
-
-    def _record_unfinished(self) -> None:
-        """Cancels running samples, records groups without an outcome, and saves the last state."""
-        self._last_state = self.run_state()
-        self._has_ended = True
-        for group in self._unsettled.values():
-            self._step_recorder.write_unfinished(group, self.window.version)
-            if group.running is not None:
-                group.running.cancel()
-        self._unsettled.clear()
-        self.recorder.set_in_flight([])
 
     # Groups and samples
 
