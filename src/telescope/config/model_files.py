@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -193,20 +192,15 @@ def _check_vocabulary(
 
 
 def _check_weights(config: TelescopeConfig, files: ModelFiles) -> None:
+    """Checks that a model's files exist and are complete. The index lists them; their header has their length."""
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
             "there, or give the folder that holds it"
         )
-    if files.folder is not None:
-        _check_weight_files(config, files, files.folder)
-
-
-def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path) -> None:
-    """Checks that a sharded model's files exist and are complete. The index lists them; their header has their length.
-
-    transformers loads `model.safetensors`, else the files of the index.
-    """
+    if (folder := files.folder) is None:
+        return
+    # transformers loads `model.safetensors`, else the files of the index.
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
     index = files.read_object("model.safetensors.index.json") or {}
     weight_map = index.get("weight_map")
