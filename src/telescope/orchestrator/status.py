@@ -110,10 +110,7 @@ class RunStatus:
         self._recorded.add(shown)
         self.messages.append(shown)
         row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
-        if self._add_alert is None:
-            self._alerts.append(row)
-        else:
-            self._add_alert(row)
+        (self._add_alert or self._alerts.append)(row)
 
     def unrecorded(self) -> list[str]:
         """Returns the messages that are no alerts, which come from trackers."""
