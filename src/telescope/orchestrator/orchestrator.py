@@ -345,7 +345,7 @@ class Orchestrator:
         while True:
             rows: list[dict[str, Any]] = []
             for number, group in enumerate(list(self._open.values())):
-                rows += record_rows.in_flight_rows([group])
+                rows += record_rows.in_flight_rows(group)
                 if number % 16 == 15:
                     await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
             self.recorder.set_in_flight(rows)

@@ -129,26 +129,24 @@ def sample_row(
     }
 
 
-def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
+def in_flight_rows(group: Group) -> list[dict[str, Any]]:
     """Returns rows of `samples` for running samples, without prompts, and without a server until they have a slot."""
-    rows: list[dict[str, Any]] = []
-    for group in groups:
-        done = {sample.sample_index for sample in group.samples}
-        running = group.running.samples if group.running is not None else {}
-        common = {
+    done = {sample.sample_index for sample in group.samples}
+    running = group.running.samples if group.running is not None else {}
+    rows = []
+    for index in sorted(set(range(group.size)) - done):
+        row: dict[str, Any] = {
+            "sample_id": group.sample_id(index),
             "group_id": group.group_id,
+            "sample_index": index,
             "environment": group.environment,
             "start_version": group.start_version,
             "prompt_tokens": len(group.prompt.token_ids),
             "started_at": group.opened_at,
         }
-        for index in range(group.size):
-            if index in done:
-                continue
-            row = {**common, "sample_id": group.sample_id(index), "sample_index": index}
-            if index in running and (sample := running[index]).server >= 0:
-                row |= {"server": sample.server, "lane": sample.slot, "started_at": sample.started_at}
-            rows.append(row)
+        if index in running and (sample := running[index]).server >= 0:
+            row |= {"server": sample.server, "lane": sample.slot, "started_at": sample.started_at}
+        rows.append(row)
     return rows
 
 

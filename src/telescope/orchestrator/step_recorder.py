@@ -92,7 +92,7 @@ class StepRecorder:
         self._recorder.write("groups", record_rows.group_row(group, **fate))
         if not group.withdrawn:
             self._write_samples(group, version, **fate)
-        for row in record_rows.in_flight_rows([group]):
+        for row in record_rows.in_flight_rows(group):
             self._recorder.write("samples", {**row, "prompt_key": self._write_prompt(group), **fate})
 
     async def trained(self, trained: TrainedStep) -> None:

@@ -185,7 +185,7 @@ def test_a_group_counts_the_samples_that_were_scored() -> None:
 def test_samples_in_flight_are_those_that_are_not_done() -> None:
     started, done = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7)
     del started.samples[1]
-    in_flight = record_rows.in_flight_rows([started, done])
+    in_flight = record_rows.in_flight_rows(started) + record_rows.in_flight_rows(done)
     assert [row["sample_id"] for row in in_flight] == ["6-1"]
     assert set(in_flight[0]) <= COLUMN_NAMES["samples"]
     assert in_flight[0]["prompt_tokens"] == 3 and "server" not in in_flight[0]
@@ -195,7 +195,7 @@ def test_samples_in_flight_name_the_slot_that_generates_them() -> None:
     running = group([1.0, 0.0], n=6)
     del running.samples[1]
     running.running = cast(Any, SimpleNamespace(samples={1: RunningSample(2, 5, 10.0)}))
-    (row,) = record_rows.in_flight_rows([running])
+    (row,) = record_rows.in_flight_rows(running)
     assert (row["server"], row["lane"], row["started_at"]) == (2, 5, 10.0)
 
 
