@@ -51,11 +51,7 @@ class ModelShape:
 
     def num_sparse_layers(self, first: int = 0) -> int:
         """Layers with experts, counted from layer `first` on."""
-        if not self.num_experts:
-            return 0
-        step = self.sparse_step
-        excepted = sum(first <= layer < self.num_layers and (layer + 1) % step == 0 for layer in self.dense_layers)
-        return self.num_layers // step - first // step - excepted
+        return sum(map(self.has_experts, range(first, self.num_layers)))
 
     def num_dense_layers(self, first: int = 0) -> int:
         """Layers with a plain MLP, counted from layer `first` on."""
