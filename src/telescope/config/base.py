@@ -5,7 +5,7 @@ the documentation and the help; the string under a field is its description, who
 alone. The sections are joined by inheritance into one flat `TelescopeConfig`, so every field name is unique.
 
 A frozen Pydantic model still contains mutable lists and dicts. `freeze` replaces them, at any depth, by subclasses
-that refuse mutation and otherwise behave as before; `thaw` returns a mutable copy.
+that refuse mutation and otherwise behave as before.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 def _refuse(self: object, *_: object, **__: object) -> NoReturn:
-    raise TypeError(
-        "the resolved configuration is frozen: build another one with `config.replace(...)`, or copy with `thaw`"
-    )
+    raise TypeError("the resolved configuration is frozen: use `config.replace(...)`, or the copy in `config.values`")
 
 
 class FrozenList(list):
@@ -72,15 +70,6 @@ def freeze(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | BaseModel):
         return value
     raise ValueError(f"{value!r} is a {type(value).__name__}, which cannot be kept as it is; put it in quotes")
-
-
-def thaw(value: Any) -> Any:
-    """Returns a mutable copy of a frozen value, at any depth."""
-    if isinstance(value, dict):
-        return {key: thaw(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [thaw(item) for item in value]
-    return value
 
 
 Dtype = Literal["float32", "float16", "bfloat16"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from telescope.config.base import Section, member_types, thaw
+from telescope.config.base import Section, member_types
 from telescope.config.schema import SECTIONS
 from telescope.config.yaml_file import dump_yaml
 
@@ -82,7 +82,7 @@ def describe_section(section: type[Section]) -> list[FieldDescription]:
             name=name,
             section=section.TITLE,
             type=_type_text(field.annotation),
-            default=None if field.is_required() else thaw(field.get_default(call_default_factory=True)),
+            default=None if field.is_required() else field.get_default(call_default_factory=True),
             range=_range_text(schemas[name]),
             text=re.sub(r"\s+", " ", field.description or "").strip(),
             required=field.is_required(),
