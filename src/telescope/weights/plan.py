@@ -41,20 +41,11 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketEntry:
-    """A tensor's location in a bucket: `numel` elements from element `offset`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
     """Tensors of one broadcast of `num_elements` elements, alignment gaps included."""
 
-    entries: tuple[BucketEntry, ...]
+    entries: tuple[tuple[TensorMeta, int], ...]
+    """Each tensor and the element at which it begins."""
     num_elements: int
 
 
@@ -156,13 +147,13 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
     step = ALIGNMENT_BYTES // item
     limit = update.bucket_bytes // item if update.mode == "flattened_bucket" else 0
     buckets: list[Bucket] = []
-    entries: list[BucketEntry] = []
+    entries: list[tuple[TensorMeta, int]] = []
     used = 0
     for meta in update.metas:
         offset = -(-used // step) * step
         if entries and offset + meta.numel > limit:
             buckets.append(Bucket(tuple(entries), used))
             entries, offset = [], 0
-        entries.append(BucketEntry(meta.name, meta.shape, offset, meta.numel))
+        entries.append((meta, offset))
         used = offset + meta.numel
     return [*buckets, Bucket(tuple(entries), used)] if entries else buckets

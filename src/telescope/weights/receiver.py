@@ -117,7 +117,7 @@ def receive(
             current.wait(deadline)
             loading = time.monotonic()
             flat = current.tensor.to(device)
-            load([(e.name, flat[e.offset : e.offset + e.numel].view(e.shape)) for e in bucket.entries])
+            load([(meta.name, flat[at : at + meta.numel].view(meta.shape)) for meta, at in bucket.entries])
             wait_seconds += loading - waited
             load_seconds += time.monotonic() - loading
         settling = time.monotonic()

@@ -203,14 +203,14 @@ class _Send:
                 size = max(bucket.num_elements for bucket in buckets)
                 self.buffers.append(torch.zeros(size, dtype=dtype, device=self.device, pin_memory=self.pinned))
             flat = self.buffers[slot][: bucket.num_elements]
-        for entry in bucket.entries:
+        for meta, offset in bucket.entries:
             try:
                 name, tensor = next(self.named_weights)
             except StopIteration:
                 raise ValueError("the trainer yielded fewer tensors than the plan of the sync has") from None
-            if name != entry.name or tuple(tensor.shape) != entry.shape:
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
                 raise ValueError(
-                    f"the trainer yielded {name} {tuple(tensor.shape)} instead of {entry.name} {entry.shape}"
+                    f"the trainer yielded {name} {tuple(tensor.shape)} instead of {meta.name} {meta.shape}"
                 )
             if flat is None and not self.only_fingerprints:
                 continue
@@ -221,7 +221,7 @@ class _Send:
                 continue
             if name == self.corrupt:
                 cast = flip_one_bit(cast)
-            target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            target = flat[offset : offset + meta.numel].view(meta.shape)
             target.copy_(cast, non_blocking=self.pinned)
         if flat is not None and self.staged_from_gpu:
             torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device

@@ -20,13 +20,13 @@ def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(list_of_sha
     update = update_of(list_of_shapes, dtype=dtype)
     small = UpdateInfo(**{**update.to_dict(), "bucket_bytes": bucket_bytes})
     buckets = plan_buckets(small)
-    assert [e.name for b in buckets for e in b.entries] == update.names
+    assert [meta.name for bucket in buckets for meta, _ in bucket.entries] == update.names
     for bucket in buckets:
         end = 0
-        for entry in bucket.entries:
-            assert entry.offset >= end
-            assert entry.offset * ITEM_BYTES[dtype] % ALIGNMENT_BYTES == 0
-            end = entry.offset + entry.numel
+        for meta, offset in bucket.entries:
+            assert offset >= end
+            assert offset * ITEM_BYTES[dtype] % ALIGNMENT_BYTES == 0
+            end = offset + meta.numel
         assert bucket.num_elements == end
         assert end * ITEM_BYTES[dtype] <= bucket_bytes or len(bucket.entries) == 1
 

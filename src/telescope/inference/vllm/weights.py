@@ -236,7 +236,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         read = folder_reader(Path(update.folder))
         with set_current_vllm_config(self.vllm_config):
             for bucket in plan_buckets(update):
-                tensors = [(entry.name, read(entry.name).to(self.device, dtype)) for entry in bucket.entries]
+                tensors = [(meta.name, read(meta.name).to(self.device, dtype)) for meta, _ in bucket.entries]
                 self.fingerprints_of_folder |= {name: to_hex(fingerprint(tensor)) for name, tensor in tensors}
                 self._load(tensors)
         self.update = update
