@@ -9,7 +9,6 @@ fail before the first sample could succeed.
 
 import re
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Literal
 
 from telescope.errors import RunError
@@ -25,10 +24,8 @@ _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 What = Literal["samples", "prompts"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    item: int
-    message: str
+Outcome = tuple[int, str] | None
+"""None, or the item and message of a failure."""
 
 
 class ErrorBudget:
@@ -37,7 +34,8 @@ class ErrorBudget:
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
         self._min_failures = MIN_FAILURES if max_share > 0 else 1
-        self._outcomes: dict[tuple[str, str], deque[_Failure | None]] = {}
+        self._outcomes: dict[str, deque[Outcome]] = {}
+        """The newest outcomes by `what/environment`."""
 
     def succeeded(self, what: What, environment: str) -> None:
         """Counts a scored sample or a rendered prompt."""
@@ -48,14 +46,14 @@ class ErrorBudget:
         outcomes = self._window(what, environment)
         lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
         ends = dict.fromkeys((single_line(lines[0]), single_line(lines[-1])))
-        outcomes.append(_Failure(item, " ... ".join(ends)))
+        outcomes.append((item, " ... ".join(ends)))
         failures = [outcome for outcome in outcomes if outcome is not None]
         if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
             return
-        last_item = {failure.message: failure.item for failure in failures}
+        last_item = {cause: item for item, cause in failures}
         common = "; ".join(
             f"{count} x {cause}, last with item {last_item[cause]}"
-            for cause, count in Counter(failure.message for failure in failures).most_common(3)
+            for cause, count in Counter(cause for _, cause in failures).most_common(3)
         )
         raise RunError(
             f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
@@ -63,18 +61,13 @@ class ErrorBudget:
             "environment_error_budget or environment_timeout_seconds."
         )
 
-    def state_dict(self) -> dict[str, list[tuple[int, str] | None]]:
-        """Returns the outcomes in the windows: None, or the item and message of a failure."""
-        return {
-            f"{what}/{environment}": [None if o is None else (o.item, o.message) for o in outcomes]
-            for (what, environment), outcomes in self._outcomes.items()
-        }
+    def state_dict(self) -> dict[str, list[Outcome]]:
+        """Returns the outcomes in the windows."""
+        return {name: list(outcomes) for name, outcomes in self._outcomes.items()}
 
-    def load_state_dict(self, values: dict[str, list[tuple[int, str] | None]]) -> None:
+    def load_state_dict(self, values: dict[str, list[Outcome]]) -> None:
         """Inverse of `state_dict`."""
-        for name, outcomes in values.items():
-            what, _, environment = name.partition("/")
-            self._window(what, environment).extend(None if o is None else _Failure(*o) for o in outcomes)
+        self._outcomes = {name: deque(outcomes, maxlen=WINDOW) for name, outcomes in values.items()}
 
-    def _window(self, what: str, environment: str) -> deque[_Failure | None]:
-        return self._outcomes.setdefault((what, environment), deque(maxlen=WINDOW))
+    def _window(self, what: What, environment: str) -> deque[Outcome]:
+        return self._outcomes.setdefault(f"{what}/{environment}", deque(maxlen=WINDOW))
