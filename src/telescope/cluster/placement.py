@@ -127,7 +127,6 @@ async def _reserve_one(config: TelescopeConfig, role: Role, bundles: list[dict[s
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:
-    """Returns the node id of each bundle."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(group.bundle_specs))]
 

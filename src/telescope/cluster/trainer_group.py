@@ -93,7 +93,6 @@ class TrainerGroup:
         self._start()
 
     def _start(self) -> None:
-        """Starts an actor for each rank."""
         self.version = 0
         self.is_settled = True
         """Whether the ranks have the weights of `version`. False during a step and after a failed step."""

@@ -182,7 +182,6 @@ class _TrainingRun:
         status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
-        """Writes the trained model. Returns its folder."""
         source = ModelSource(self._status.version, time.time(), self._config.model, self._config.hash)
         origin = ModelOrigin(source, run=self._directory.run_id)
 

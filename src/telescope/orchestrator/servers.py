@@ -221,7 +221,6 @@ class ServerPool:
             server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
 
     def _abandon(self, index: int, reason: str) -> None:
-        """Abandons a server for the rest of the run."""
         self.close(index, reason)
         self._leave_lease(index)
         self._servers[index].failed = reason

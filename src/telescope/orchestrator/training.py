@@ -75,7 +75,6 @@ class Training:
                 raise
 
     async def _after_step(self, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]) -> None:
-        """Starts the evals and the checkpoint that are due after a step."""
         if not self.interrupt.requested:
             await self.evaluation.start_due(step)
         await checkpointer.after_step(step, state)

@@ -372,7 +372,6 @@ class WeightSync:
 
 
 def _remove_all_but(folder: Path) -> None:
-    """Removes all folders beside `folder`."""
     for other in folder.parent.iterdir():
         if other != folder:
             shutil.rmtree(other)
