@@ -31,11 +31,6 @@ class ScoredSample(Protocol):
         ...
 
 
-def is_masked(sample: ScoredSample) -> bool:
-    """Returns whether a sample has no trained token or no finite reward."""
-    return sample.num_trained == 0 or not math.isfinite(sample.reward)
-
-
 def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm: AdvantageNorm) -> np.ndarray:
     """Computes the advantages of one group's unmasked rewards, [n] -> [n], in float64 and not yet whitened."""
     if rewards_n.size == 1:
@@ -65,7 +60,7 @@ def compute_advantages(
     advantages = np.zeros(len(samples), dtype=np.float64)
     members: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
-        if not is_masked(sample):
+        if sample.num_trained and math.isfinite(sample.reward):
             members.setdefault(sample.group_id, []).append(position)
     for positions in members.values():
         rewards_n = np.array([samples[p].reward for p in positions], dtype=np.float64)
