@@ -21,7 +21,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.messages import show
 from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import ModelShape
-from telescope.config.model_source import read_meta_files
+from telescope.config.model_source import TOKENIZER_FILES, read_meta_files
 from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, digest_positions
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
@@ -42,9 +42,6 @@ FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
 NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")  # fields that select the checkpoint to resume
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-"""Files that determine the ids of tokens."""
 
 MOST = 8  # number of differences that are listed
 
@@ -234,7 +231,7 @@ def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
                 " Set model to the one that the run began with"
             )
     files = read_meta_files(config)
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "merges.txt"):
         path = saved / name
         if files and path.is_file() and path.read_bytes() != files.get(name) and not config.resume_force:
             raise UserError(
