@@ -152,7 +152,7 @@ class Interrupt:
         self._phase = phase
         self._count = 0
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-        self._on_first: list[Callable[[], None]] = []
+        self._on_first: list[Callable[[], object]] = []
         self._on_second: list[Callable[[], None]] = []
 
     @property
@@ -169,7 +169,7 @@ class Interrupt:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
-    def on_first(self, action: Callable[[], None]) -> None:
+    def on_first(self, action: Callable[[], object]) -> None:
         """Calls `action` at the first signal, or now if it has already arrived."""
         if self.requested:
             action()
@@ -183,11 +183,7 @@ class Interrupt:
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine, which the first signal cancels. Raises Interrupted in that case."""
         task = asyncio.ensure_future(coroutine)
-
-        def cancel() -> None:
-            task.cancel()
-
-        self.on_first(cancel)
+        self.on_first(task.cancel)
         try:
             return await task
         except asyncio.CancelledError:
