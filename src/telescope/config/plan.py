@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from telescope.errors import ConfigError
+from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -393,6 +394,6 @@ def _usual_share(share: float) -> float:
 def _describe_nodes(resources: ClusterResources) -> str:
     kinds = Counter((node.cpus, node.gpus) for node in resources.nodes)
     return "; ".join(
-        f"{count} node{'s' if count > 1 else ''} of {cpus:g} cores and {gpus} GPU{'' if gpus == 1 else 's'}"
+        f"{pluralize(count, 'node')} of {cpus:g} cores and {pluralize(gpus, 'GPU')}"
         for (cpus, gpus), count in kinds.items()
     )
