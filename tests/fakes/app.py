@@ -17,9 +17,9 @@ from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
+from starlette.types import Receive, Scope, Send
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 
-from telescope.inference.auth import Receive, Scope, Send, answer_json
 from telescope.inference.base import HEALTH_ROUTE, METRICS_ROUTE
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.policy_version import read_body, wait_for_disconnect
@@ -127,7 +127,7 @@ class FakeEngineApp:
             )  # fmt: skip
             left.add_done_callback(lambda _: self.engine.abort([request.request_id]))
             reason = await request.done
-            await answer_json(200, self._writer.write(request, reason), send)
+            await _send_json(send, 200, self._writer.write(request, reason))
         finally:
             left.cancel()
 
@@ -216,7 +216,10 @@ async def _send_error(send: Send, status: int, message: str, kind: str) -> None:
 
 
 async def _send_json(send: Send, status: int, content: Any) -> None:
-    await answer_json(status, content if isinstance(content, bytes) else msgspec.json.encode(content), send)
+    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class AnswerWriter:

@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.fakes.app import FakeEngineApp, WorkerFunction
 from tests.fakes.engine import AnswerFunction, FakeEngine, FakeEngineSettings
 
-from telescope.inference.auth import SECRET_VARIABLE, Application, Receive, RunSecretMiddleware, Scope, Send
+from telescope.inference.auth import SECRET_VARIABLE, RunSecretMiddleware
 from telescope.inference.client import raise_file_limit
 from telescope.inference.vllm.binary_responses import BinaryResponseMiddleware
 from telescope.inference.vllm.policy_version import PolicyVersionMiddleware
@@ -107,7 +108,7 @@ class _QuietServer(uvicorn.Server):
         await self._serve(sockets)
 
 
-def _with_app(app: FakeEngineApp, outermost: Application) -> Application:
+def _with_app(app: FakeEngineApp, outermost: ASGIApp) -> ASGIApp:
     """Puts the application into the scope, as Starlette does."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,18 +9,11 @@ The server process reads the secret from its environment, never from its command
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 SECRET_VARIABLE = "TELESCOPE_ENGINE_SECRET"  # the name of the variable, not a secret
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-REFUSAL = b'{"error":{"message":"this inference server requires the secret of its Telescope run","code":401}}'
 
 
 class RunSecretMiddleware:
@@ -29,7 +22,7 @@ class RunSecretMiddleware:
     Raises `RuntimeError` at construction when the environment has no secret.
     """
 
-    def __init__(self, app: Application, secret: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, secret: str | None = None) -> None:
         secret = secret or os.environ.get(SECRET_VARIABLE, "")
         if not secret:
             raise RuntimeError(f"{SECRET_VARIABLE} is not set: an engine must not start without a secret")
@@ -43,7 +36,8 @@ class RunSecretMiddleware:
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "unauthorized"})
         else:
-            await answer_json(401, REFUSAL, send)
+            refusal = error_response(401, "this inference server requires the secret of its Telescope run")
+            await refusal(scope, receive, send)
 
     def _knows_secret(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
@@ -51,8 +45,6 @@ class RunSecretMiddleware:
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
 
-async def answer_json(status: int, body: bytes, send: Send) -> None:
-    """Responds to a request with this JSON."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def error_response(status: int, message: str) -> JSONResponse:
+    """Returns an error response in vLLM's format."""
+    return JSONResponse({"error": {"message": message, "code": status}}, status)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from telescope.errors import InfrastructureError
-from telescope.inference.auth import Application, Message, Receive, Scope, Send
 from telescope.inference.vllm import adapter as wire
 
 SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
@@ -74,7 +74,7 @@ class EngineWithArrays:
 class BinaryResponseMiddleware:
     """ASGI middleware outside the policy version's, so that it packs the spans too."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

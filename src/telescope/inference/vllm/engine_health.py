@@ -20,19 +20,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from telescope.inference.auth import error_response
 from telescope.inference.base import HEALTH_ROUTE
 from telescope.inference.vllm import adapter as wire
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1.0
-ANSWER = b'{"error":{"message":"the engine process of this inference server has exited","code":503}}'
 
 
 class EngineExitMiddleware:
     """ASGI middleware inside the secret check and outside everything that waits. One per server process."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._in_flight: set[asyncio.Future[None]] = set()
         self._ended: set[asyncio.Future[None]] = set()
@@ -63,7 +64,8 @@ class EngineExitMiddleware:
             if request not in self._ended or (outer is not None and outer.cancelling()):
                 raise
             if not has_begun:
-                await answer_json(503, ANSWER, send)
+                gone = error_response(503, "the engine process of this inference server has exited")
+                await gone(scope, receive, send)
         finally:
             self._in_flight.discard(request)
             self._ended.discard(request)
@@ -103,7 +105,7 @@ LONGEST_POLL_SECONDS = 10.0
 class EngineHangMiddleware:
     """ASGI middleware that responds to health checks with 503 during a hang."""
 
-    def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._now = now
         self._step_limit = float(os.environ[STEP_LIMIT_VARIABLE])
@@ -129,7 +131,7 @@ class EngineHangMiddleware:
         elif scope["path"] == HEALTH_ROUTE and (silent := self._poll(engine)) > self._limit:
             field = STEP_FIELD if self._limit == self._step_limit else CALL_FIELD
             words = f"the engine process is running but has not responded for {silent:.0f} s ({field})"
-            await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
+            await error_response(503, words)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

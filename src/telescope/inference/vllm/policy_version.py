@@ -23,8 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
+from telescope.inference.auth import error_response
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.support import installed_version, parse_version, reports_version_spans
 
@@ -52,8 +54,6 @@ NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
 REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
 """`1` in the environment of a restarted server: it must not sample before a weight update."""
 
-STALE = b'{"error":{"message":"this server was restarted and has not received the current weights yet","code":503}}'
-
 
 @dataclass(eq=False, slots=True)
 class FrozenRequest:
@@ -66,7 +66,7 @@ class FrozenRequest:
 class PolicyVersionMiddleware:
     """ASGI middleware inside the secret check and outside vLLM. One per server process."""
 
-    def __init__(self, app: Application, note_spans: bool | None = None) -> None:
+    def __init__(self, app: ASGIApp, note_spans: bool | None = None) -> None:
         self._app = app
         if note_spans is None:
             version = installed_version()
@@ -92,7 +92,8 @@ class PolicyVersionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif path in SALTED_ROUTES and self._stale:
-            await answer_json(503, STALE, send)
+            refusal = error_response(503, "this server was restarted and has not received the current weights yet")
+            await refusal(scope, receive, send)
         elif path in SALTED_ROUTES:
             await self._sample(scope, receive, send)
         elif path == wire.PAUSE_ROUTE:
@@ -120,7 +121,7 @@ class PolicyVersionMiddleware:
             await self._app(scope, replay(raw, receive), send)  # vLLM reports the error
             return
         request_id = _text(body.get("request_id"))
-        if self._paused and not await self._wait_for_resume(request_id, receive, send):
+        if self._paused and not await self._wait_for_resume(request_id, scope, receive, send):
             return
         body["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.salt))
         if self._adapter is not None:
@@ -143,31 +144,28 @@ class PolicyVersionMiddleware:
         finally:
             del self._spans[engine_id]
 
-    async def _wait_for_resume(self, request_id: str | None, receive: Receive, send: Send) -> bool:
+    async def _wait_for_resume(self, request_id: str | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Waits for the end of the pause. Returns False if the caller disconnected, or the request was aborted."""
         request = FrozenRequest()
         key = request_id if request_id is not None else f"anonymous-{id(request)}"
         self._waiting[key] = request
         left = asyncio.ensure_future(wait_for_disconnect(receive))
-        woken = asyncio.ensure_future(request.wake.wait())
+        left.add_done_callback(lambda _: request.wake.set())
         try:
             # A second pause may begin before this task runs again.
             while self._paused and not request.aborted and not left.done():
                 request.wake.clear()
-                if woken.done():
-                    woken = asyncio.ensure_future(request.wake.wait())
-                await asyncio.wait((left, woken), return_when=asyncio.FIRST_COMPLETED)
+                await request.wake.wait()
         finally:
             del self._waiting[key]
-            woken.cancel()
             left.cancel()
         if request.aborted:  # before its first token: respond as vLLM does
             empty = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}
             choices = [{"index": 0, "finish_reason": "abort", **empty}]
             body = {"request_id": wire.engine_request_id(request_id or ""), "choices": choices}
-            await answer_json(200, msgspec.json.encode(body), send)
+            await JSONResponse(body)(scope, receive, send)
             return False
-        return not (left.done() and not left.cancelled())
+        return not left.done()
 
     def _abort_waiting(self, body: bytes) -> None:
         try:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from telescope.inference.auth import Application, Message, Receive, Scope, Send
 from telescope.inference.base import METRICS_ROUTE
 
 STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
@@ -145,7 +145,7 @@ def metrics_text(reading: StepReading) -> bytes:
 class StepMetricsMiddleware:
     """ASGI middleware that adds the meter to the server's `/metrics`."""
 
-    def __init__(self, app: Application, path: Path | None = None) -> None:
+    def __init__(self, app: ASGIApp, path: Path | None = None) -> None:
         self._app = app
         named = os.environ.get(STEP_METER_VARIABLE)
         self._path = path or (Path(named) if named else None)
