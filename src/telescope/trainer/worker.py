@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
-        self._sync_seconds = self._checkpoint_seconds = 0.0
         self._spans_between: list[Span] = []
+        """Spans of weight syncs and checkpoints since the last step."""
 
     @property
     def backend(self) -> TrainingBackend:
@@ -165,21 +166,22 @@ class Trainer:
         names = ("step", "version", "minibatches", "recorded")
         metrics = backend.train_step({name: getattr(step_input, name) for name in names})
         ended = time.time()
+        between = self._spans_between
         timing = {
             "timing_step_active": ended - started,
             "timing_waiting_for_data": max(0.0, started - self._idle_since),
-            "timing_weight_sync_trainer_total": self._sync_seconds,
-            "timing_checkpoint": self._checkpoint_seconds,
+            "timing_weight_sync_trainer_total": sum(s.end - s.start for s in between if s.name == "weight_sync"),
+            "timing_checkpoint": sum(s.end - s.start for s in between if s.name == "checkpoint"),
         }
         timing["timing_step_total"] = sum(timing.values())
         metrics |= reduce_max(timing, torch.device("cpu"))
         spans = [
-            *self._spans_between,
+            *between,
             Span("waiting_for_data", min(self._idle_since, started), started, self.rank),
             Span("step", started, ended, self.rank),
             *backend.take_spans(),
         ]
-        self._sync_seconds, self._checkpoint_seconds, self._spans_between = 0.0, 0.0, []
+        self._spans_between = []
         self._idle_since = time.time()
         return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
 
@@ -188,17 +190,13 @@ class Trainer:
 
         Collective: drain it. The time from the first request to the end counts as weight sync.
         """
-        started = time.time()
-        yield from self.backend.named_weights(dtype)
-        self._count_sync(started)
+        with self._between_steps("weight_sync"):
+            yield from self.backend.named_weights(dtype)
 
     def sync_adapter(self, directory: Path, dtype: str) -> int:
         """Writes the adapters with `TrainingBackend.save_adapter`. Its time counts as weight sync. Collective."""
-        started = time.time()
-        try:
+        with self._between_steps("weight_sync"):
             return self.backend.save_adapter(directory, getattr(torch, dtype))
-        finally:
-            self._count_sync(started)
 
     def save_hf(self, directory: Path, origin: ModelOrigin) -> None:
         """Writes the model and its `origin` with `TrainingBackend.save_hf`. Collective."""
@@ -209,23 +207,21 @@ class Trainer:
             if found is None or replace(origin, weights=found.weights, files=found.files) != found:
                 write_origin(directory, origin)  # a user's backend may have its own `save_hf`
 
-    def _count_sync(self, started: float) -> None:
-        ended = time.time()
-        self._sync_seconds += ended - started
-        self._spans_between.append(Span("weight_sync", started, ended, self.rank))
-        self._idle_since = ended
+    @contextmanager
+    def _between_steps(self, name: str) -> Iterator[None]:
+        """Records the block as a span, in which this rank does not wait for data."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            self._idle_since = time.time()
+            self._spans_between.append(Span(name, started, self._idle_since, self.rank))
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
         """Copies this rank's state, which is then written to `directory`. Raises `OSError`. Collective."""
-        started = time.time()
         self._saving = directory
-        try:
+        with self._between_steps("checkpoint"):
             self.backend.save_checkpoint(step, directory)
-        finally:
-            ended = time.time()
-            self._checkpoint_seconds += ended - started
-            self._spans_between.append(Span("checkpoint", started, ended, self.rank))
-            self._idle_since = ended
 
     def finish_checkpoint(self) -> dict[str, str]:
         """Waits until this rank's files are written. Returns their digests. Called while the rank trains on."""
