@@ -1,6 +1,5 @@
 """This version of torch has the private parts that checkpoints use, and they behave as expected."""
 
-import builtins
 from typing import Any
 
 import pytest
@@ -47,16 +46,3 @@ def test_the_index_names_the_files_and_their_sizes(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(ValueError, match="UnpicklingError"):
         shard_sizes(tmp_path)
-
-
-def test_a_torch_without_them_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.endswith("_state_dict_stager"):
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RuntimeError, match=r"torch \S+ lacks .*StateDictStager: install the version"):
-        SharedCopies(CPU)

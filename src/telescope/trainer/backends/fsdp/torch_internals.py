@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -25,10 +26,6 @@ class SharedCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-        except ImportError as error:
-            raise RuntimeError(_missing("torch.distributed.checkpoint._state_dict_stager.StateDictStager")) from error
         self._on_gpu = device.type == "cuda"
         self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=True)
 
@@ -59,11 +56,7 @@ def shard_sizes(directory: Path) -> dict[str, int]:
     """Returns the files in a checkpoint's index, with minimum sizes in bytes. Raises the errors of `read_index`."""
     sizes: dict[str, int] = {}
     for stored in (read_index(directory).storage_data or {}).values():
-        try:
-            end = stored.offset + stored.length
-            sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), end)
-        except AttributeError as error:
-            raise RuntimeError(_missing("relative_path, offset and length in the index of checkpoints")) from error
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
     return sizes
 
 
@@ -94,7 +87,3 @@ class _OnePart(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.part
-
-
-def _missing(what: str) -> str:
-    return f"torch {torch.__version__} lacks {what}: install the version in requirements/, or adapt {__name__}"
