@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from telescope.errors import UserError
 from telescope.weights.model_folder import ModelOrigin, write_origin
@@ -169,17 +170,10 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def parse_size(text: str) -> int:
     """Returns the bytes of `5GB`, `500 MB` or `2GiB`. Raises `UserError`."""
-    number = text.strip().rstrip("BbGgMmKkIi ")
-    unit = text.strip()[len(number) :].strip().upper()
     try:
-        size = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UserError(f"{text!r} is not the size of a file. Give a number and a unit, such as 5GB or 500MB")
-    return size
+        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    except ValidationError:
+        fix = "Give a number and a unit, such as 5GB or 500MB"
+        raise UserError(f"{text!r} is not the size of a file. {fix}") from None
