@@ -40,7 +40,6 @@ ASIDE = (
     "record/", "health/", "utils/", "config/", "weights/", "orchestrator/budget.py", "orchestrator/record_rows.py",
     "orchestrator/status.py", "orchestrator/step_metrics.py", "orchestrator/step_recorder.py",
     "orchestrator/supervision.py", "rollout/sample_rows.py", "trainer/first_rollouts.py", "trainer/metrics.py",
-    "trainer/timeline.py",
 )  # fmt: skip
 """What watches a run: it reads numbers of the prompt and changes nothing of them."""
 ACTORS = {

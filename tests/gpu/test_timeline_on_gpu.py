@@ -10,9 +10,8 @@ import pytest
 import torch
 from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
 
-from telescope.record.system_metrics import GpuReader
+from telescope.record.system_metrics import GpuReader, memory_reader
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import memory_reader
 from telescope.trainer.worker import Trainer
 from telescope.utils.timeline import Timeline
 

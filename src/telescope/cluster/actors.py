@@ -28,7 +28,7 @@ from telescope.inference.base import Address
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
-from telescope.record.system_metrics import MachineSampler
+from telescope.record.system_metrics import MachineSampler, memory_reader
 from telescope.utils.process import ignore_sigterm, open_log, thread_stacks
 from telescope.weights.control_channel import listen
 from telescope.weights.plan import UpdateInfo
@@ -140,7 +140,6 @@ class TrainerActor:
     def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
         """Connects to the other ranks and loads the model. Returns the rank's `TrainerInfo`."""
         use_interface_of(own_host(loopback=loopback))
-        from telescope.trainer.timeline import memory_reader
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 

@@ -3,7 +3,7 @@
     read() every interval --> Sampler (a thread) --> Thinning --> bounded buffer --take()--> the writer of the record
 
 Owns the time of each reading, the choice of readings to keep, and the handling of failed readings. The reading
-functions are in `system_metrics`, `trainer.timeline` and `inference.engine_metrics`. Imports nothing heavy, because it
+functions are in `system_metrics` and `inference.engine_metrics`. Imports nothing heavy, because it
 runs in every process.
 
 Invariants: a sampler never blocks another thread. When the buffer is full, the oldest readings are dropped and counted.

@@ -1,9 +1,11 @@
-"""Samples the processor, memory, network and GPUs of one machine as gauges.
+"""Samples the processor, memory, network and GPUs of one machine as gauges, and the memory of a trainer rank.
 
 Reads the host through psutil and GPUs through NVML (`nvidia-ml-py`). Owns the names of these gauges. CPU percentages
 are over all cores since the previous reading. Counters start with the machine. All GPUs of the machine are read, with
 the index that `nvidia-smi` shows. Reading does not disturb their work.
 """
+
+from __future__ import annotations
 
 import logging
 import os
@@ -15,11 +17,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from telescope.record.gauges import Reading, ReadingBatch, Sampler
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +118,32 @@ def read_disk(folder: Path) -> list[Reading]:
     """Reads the disk that contains a folder. Raises `OSError`."""
     now, disk = time.time(), shutil.disk_usage(folder)
     return [Reading(now, DISK_TOTAL, float(disk.total)), Reading(now, DISK_FREE, float(disk.free))]
+
+
+def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
+    """Returns a function that reads the memory of this process: torch's on a GPU, otherwise its own."""
+    if device.type != "cuda":
+        process = psutil.Process()
+        return lambda: [Reading(time.time(), "process_memory_bytes", float(process.memory_info().rss))]
+    import torch
+
+    def read() -> list[Reading]:
+        now = time.time()
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
+        if not stats:
+            return []  # nothing has been allocated yet
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        values = {
+            "torch_memory_allocated_bytes": allocated["current"],
+            "torch_memory_allocated_peak_bytes": allocated["peak"],
+            "torch_memory_reserved_bytes": reserved["current"],
+            "torch_memory_reserved_peak_bytes": reserved["peak"],
+            "torch_memory_alloc_retries": stats["num_alloc_retries"],
+            "torch_memory_ooms": stats["num_ooms"],
+        }
+        return [Reading(now, name, float(value)) for name, value in values.items()]
+
+    return read
 
 
 class NoGpusError(Exception):

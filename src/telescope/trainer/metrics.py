@@ -22,6 +22,7 @@ import torch.distributed as dist
 from telescope.algorithms.base import DELTA_CLAMP
 from telescope.algorithms.loss import LossTerms
 from telescope.trainer.loss import DeviceMicroBatch
+from telescope.utils.timeline import Span
 
 HISTOGRAM_DECADES = (-8.0, 2.0)
 HISTOGRAM_BINS = 1000
@@ -38,6 +39,16 @@ OTHER = "other"
 AGES = (1, 2, 3, 5, 9)
 AGE_NAMES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_up")
 """Buckets of ages in policy versions with separate metrics; one starts at each of `AGES`."""
+
+OPERATIONS = (
+    "forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device",
+    "prepare_tensors", "gradient_reduction",
+)  # fmt: skip
+"""Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy.
+`gradient_reduction` overlaps `backward`, on a separate stream on a GPU."""
+
+STEP_OPERATIONS = ("gradient_norm", "optimizer")
+"""Operations that are measured per optimizer step."""
 
 _SUMS = (
     "tokens", "samples", "policy_loss", "penalty", "entropy", "kl", "age", "advantage_abs",
@@ -220,6 +231,18 @@ def percentile(histogram: list[float], share: float) -> float:
     counts = list(accumulate(histogram))
     index = bisect_left(counts, share * counts[-1])
     return float(10 ** (low + (index + 1) * (high - low) / HISTOGRAM_BINS))
+
+
+def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float]:
+    """Computes `timing_<operation>_total` and `timing_<operation>_microbatch_mean` of one rank, in seconds."""
+    totals = dict.fromkeys((*OPERATIONS, *STEP_OPERATIONS), 0.0)
+    for span in spans:
+        if span.name in totals:
+            totals[span.name] += span.end - span.start
+    metrics = {f"timing_{operation}_total": seconds for operation, seconds in totals.items()}
+    for operation in OPERATIONS:
+        metrics[f"timing_{operation}_microbatch_mean"] = totals[operation] / max(num_micro_batches, 1)
+    return metrics
 
 
 def reduce_timing(values: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -30,11 +30,10 @@ from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens
 from telescope.trainer.first_rollouts import FirstRollouts
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
-from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing
+from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing, timing_metrics
 from telescope.trainer.model import DTYPES, compute_dtype
 from telescope.trainer.packing import lay_out, untrained_sample, warm_up_row
 from telescope.trainer.router_replay import RouterReplay
-from telescope.trainer.timeline import timing_metrics
 from telescope.utils.timeline import Span, Timeline
 
 RowLoss = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,7 +71,7 @@ class RLBackend(TrainingBackend):
         """Adds the gradient of the micro-batches' summed `loss`. Collective. The sum is over all data ranks.
 
         All ranks have the same number of micro-batches. If several ranks compute the loss of one row, they compute the
-        same loss, and its gradient counts once. Spans of `timeline` have names from `trainer.timeline.OPERATIONS`.
+        same loss, and its gradient counts once. Spans of `timeline` have names from `trainer.metrics.OPERATIONS`.
         """
 
     @abstractmethod

@@ -8,8 +8,8 @@ from tests.unit.orchestrator.simulation import InMemoryRun
 from telescope.inference.vllm.step_meter import StepReading, metrics_text
 from telescope.orchestrator.step_metrics import DiscardCounts
 from telescope.orchestrator.weight_sync import ServerSync, SyncReport
-from telescope.record.system_metrics import read_host
-from telescope.trainer.timeline import memory_reader, timing_metrics
+from telescope.record.system_metrics import memory_reader, read_host
+from telescope.trainer.metrics import timing_metrics
 
 
 def test_an_unknown_metric_is_undocumented() -> None:

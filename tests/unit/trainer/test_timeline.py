@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from telescope.trainer.timeline import OPERATIONS, timing_metrics
+from telescope.trainer.metrics import OPERATIONS, timing_metrics
 from telescope.utils.timeline import Span, Timeline
 
 CLOCK_SKEW = 1234.5
