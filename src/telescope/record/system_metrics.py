@@ -191,10 +191,10 @@ class GpuReader:
                 with suppress(nvml.NVMLError):  # raised for the first link that the GPU does not have
                     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
                         active += nvml.nvmlDeviceGetNvLinkState(device, link)
-                name = _text(nvml.nvmlDeviceGetName(device))
+                name = nvml.nvmlDeviceGetName(device)
                 gpus.append(f"{name}, {active} NVLinks" if active else name)
             cuda = nvml.nvmlSystemGetCudaDriverVersion()
-            driver = f"{_text(nvml.nvmlSystemGetDriverVersion())}, CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+            driver = f"{nvml.nvmlSystemGetDriverVersion()}, CUDA {cuda // 1000}.{cuda % 1000 // 10}"
             return {"gpus": gpus, "gpu_driver": driver}
         return {"gpus": gpus}
 
@@ -210,7 +210,3 @@ class GpuReader:
                 except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
                     self._unsupported.add((index, name))  # not queried again
         return readings
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

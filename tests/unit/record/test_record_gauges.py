@@ -113,7 +113,7 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.power_asked = 0
         answers = {
-            "Init": None, "DeviceGetCount": num_gpus, "DeviceGetTemperature": 61, "DeviceGetName": b"NVIDIA H100",
+            "Init": None, "DeviceGetCount": num_gpus, "DeviceGetTemperature": 61, "DeviceGetName": "NVIDIA H100",
             "DeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=41), "SystemGetDriverVersion": "550.54",
             "DeviceGetMemoryInfo": SimpleNamespace(used=3, total=8), "SystemGetCudaDriverVersion": 12040,
             "DeviceGetEnforcedPowerLimit": 700_000,
