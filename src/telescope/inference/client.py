@@ -160,7 +160,6 @@ class EngineClient:
         return wire.resolve_versions(labelled, initial_version=self.initial_version, server_index=self.server_index)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Aborts these requests in the engine. Unknown ids, and an empty list, are not an error."""
         if not request_ids:
             return
         now = asyncio.get_running_loop().time()
@@ -201,11 +200,8 @@ class EngineClient:
         return await self.call_worker("telescope_fingerprints", [json.dumps(initial.to_dict())] if initial else None)
 
     async def pause(self, *, drop_caches: bool = False) -> None:
-        """Stops sampling. Running requests freeze and continue after `resume`.
-
-        `drop_caches` (`inflight_kv: recompute`) drops every KV block, those of frozen requests included, so that they
-        are computed again under the next weights. vLLM does so by default, so the flag is always sent.
-        """
+        # `drop_caches` (`inflight_kv: recompute`) drops every KV block, those of frozen requests included, so that they
+        # are computed again under the next weights. vLLM does so by default, so the flag is always sent.
         route = f"{wire.PAUSE_ROUTE}?mode=keep&clear_cache={'true' if drop_caches else 'false'}"
         await self._control("POST", route)
 
@@ -252,7 +248,6 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Returns whether server and engine process respond within `within` seconds. Raises nothing if they do not."""
         try:
             await self._control("GET", HEALTH_ROUTE, within=within)
             await self._control("GET", wire.IS_PAUSED_ROUTE, within=within)
