@@ -51,7 +51,7 @@ class Server:
         self._meter = meter
         self.url = url
         self.secret = secret
-        serving = psutil.Process(server.info().pid)
+        serving = psutil.Process(server.status().pid)
         processes = [serving, *serving.children(recursive=True)]
         self._processes = [("engine" if ENGINE in " ".join(p.cmdline()) else "server", p) for p in processes]
         self._processes.append(("driver", psutil.Process()))

@@ -68,7 +68,7 @@ def _call(server: InferenceServer, route: str, body: dict[str, Any] | None = Non
 
 
 def test_the_launched_process_has_the_parsers_of_the_config(server: InferenceServer) -> None:
-    command = Path(f"/proc/{server.info().pid}/cmdline").read_bytes().decode().split("\0")
+    command = Path(f"/proc/{server.status().pid}/cmdline").read_bytes().decode().split("\0")
     assert command[command.index("--tool-call-parser") + 1] == "hermes"
     assert command[command.index("--reasoning-parser") + 1] == "qwen3"
     assert "--enable-auto-tool-choice" in command

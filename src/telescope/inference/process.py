@@ -8,7 +8,6 @@ Invariant: no process of the group outlives `kill`, the exit of this object's ow
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -50,28 +49,26 @@ class EngineProcess:
         code = self._process.poll()
         return 128 - code if code is not None and code > 128 else code
 
-    def terminate(self, grace_seconds: float) -> int | None:
-        """Sends SIGTERM, waits, then kills the whole group. Returns the exit code."""
+    def terminate(self, grace_seconds: float) -> None:
+        """Sends SIGTERM, waits, then kills the whole group."""
         if self.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_seconds
-            while self.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-        return self.kill()
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_seconds)
+        self.kill()
 
-    def kill(self) -> int | None:
+    def kill(self) -> None:
         """Kills every process of the group and waits for their exit.
 
-        Returns the exit code. Raises `InfrastructureError` when the kernel does not end one of them (a hung device).
+        Raises `InfrastructureError` when the kernel does not end one of them (a hung device).
         """
         kill_group(self.pid)
-        code = self._process.wait(timeout=KILL_SECONDS)
+        self._process.wait(timeout=KILL_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while members := group_members(self.pid):
             if time.monotonic() > deadline:
                 raise InfrastructureError(f"processes {members} still exist {KILL_SECONDS:.0f} s after SIGKILL")
             time.sleep(0.02)
-        return 128 - code if code > 128 else code
 
     def log_tail(self, num_lines: int = 30) -> list[str]:
         """Returns the last lines that this process wrote, without blank ones."""

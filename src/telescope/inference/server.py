@@ -144,11 +144,6 @@ class InferenceServer:
         name = f"inference-{self.address.index}-supervisor"
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
         self._thread.start()
-        return self.info()
-
-    def info(self) -> ServerInfo:
-        """Returns the current process."""
-        assert self._process is not None, "the server has not been started"
         return ServerInfo(self.url, self._process.pid, self.config.hash)
 
     def status(self) -> ServerStatus:

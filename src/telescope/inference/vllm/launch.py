@@ -130,16 +130,8 @@ def launch_command(
     """
     version = support.check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    arguments += [
-        "--host",
-        address.host,
-        "--port",
-        str(address.port),
-        "--model",
-        model,
-        "--served-model-name",
-        config.model,
-    ]
+    arguments += ["--host", address.host, "--port", str(address.port)]
+    arguments += ["--model", model, "--served-model-name", config.model]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]
     if config.inference_quantization != "none":
         if on_cpu:
