@@ -337,4 +337,4 @@ class RunCopy:
 
     def _write_kept(self) -> None:
         kept = {"is_complete": self._is_complete, "remote": self._remote, "versions": self._versions}
-        replace_json(self._files.run_dir / STATE_NAME, kept, indent=None)
+        replace_json(self._files.run_dir / STATE_NAME, kept)

@@ -367,7 +367,7 @@ class Checkpointer:
 
     def _complete(self, step: int, partial: Path, values: dict[str, Any], digests: dict[str, str]) -> None:
         """Adds the driver's files. The ranks have computed `digests`."""
-        replace_json(partial / STATE, values, indent=None)
+        replace_json(partial / STATE, values)
         (partial / HF_META).mkdir()
         for name, content in self.model_files.items():
             (partial / HF_META / name).write_bytes(content)

@@ -122,14 +122,9 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
-    """Replaces `path` with `value` as JSON. Returns the number of bytes. Raises `OSError`.
-
-    Takes a tenth of the time without `indent`, which matters for long lists.
-    """
-    content = _json_bytes(value, indent)
-    replace_file(path, content)
-    return len(content)
+def replace_json(path: Path, value: Any) -> None:
+    """Replaces `path` with `value` as JSON. Raises `OSError`."""
+    replace_file(path, _json_bytes(value))
 
 
 def sync(path: Path) -> None:
@@ -147,19 +142,18 @@ def overwrite_json(path: Path, value: Any) -> None:
     Raises `OSError` and keeps the old content if the new content does not fit the file's blocks. A reader may see
     partly written content, so this is only for the end of a run whose disk stays full.
     """
-    content = _json_bytes(value, indent=1)
+    content = _json_bytes(value)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, len(content))
         file.write(content)
         file.truncate()
 
 
-def _json_bytes(value: Any, indent: int | None) -> bytes:
-    """Encodes `value` as JSON, on one line without `indent`."""
-    if indent is None:
-        with suppress(ValueError):  # invalid UTF-8. Five times as fast as Python's json.
-            return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value) + b"\n"
-    return json.dumps(value, indent=indent, default=_to_json_value).encode("utf-8", errors="replace") + b"\n"
+def _json_bytes(value: Any) -> bytes:
+    try:  # five times as fast as Python's json
+        return pydantic_core.to_json(value, indent=1, inf_nan_mode="constants", fallback=_to_json_value) + b"\n"
+    except ValueError:  # a text that is not valid UTF-8
+        return json.dumps(value, indent=1, default=_to_json_value).encode() + b"\n"
 
 
 def _to_json_value(value: Any) -> Any:

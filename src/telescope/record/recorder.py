@@ -75,7 +75,6 @@ class RecorderHealth:
     error: str | None
     """Why nothing can be written now, or None."""
     pending_rows: int
-    pending_bytes: int
     dropped: dict[str, int]
     """Rows dropped so far, by table."""
 
@@ -196,7 +195,6 @@ class Recorder:
             return RecorderHealth(
                 error=self._error,
                 pending_rows=self._pending.num_rows,
-                pending_bytes=self._pending.num_bytes,
                 dropped={name: count for name, count in self._pending.dropped.items() if count},
             )
 
@@ -361,8 +359,7 @@ class Recorder:
         while pending:
             path, value = next(iter(pending.items()))
             try:
-                indent = None if path == self.files.in_flight else 1
-                replace_json(path, value, indent=indent)
+                replace_json(path, value)
             except OSError:
                 with self._lock:
                     self._small_files = pending | self._small_files

@@ -122,7 +122,7 @@ class RecordUpload:
                 place(self._run_dir / name, target)
                 saved[name] = target
                 there[name] = sizes[name]
-        replace_json(self._folder / MANIFEST, {"format": 1, "files": sizes}, indent=None)
+        replace_json(self._folder / MANIFEST, {"format": 1, "files": sizes})
         for target in (*saved.values(), self._folder / MANIFEST):
             self._run.save(str(target), base_path=str(self._folder), policy="now")
         for name in saved:

@@ -9,7 +9,6 @@ import pytest
 from telescope.record.files import read_json, replace_file, replace_json
 
 
-@pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -18,16 +17,14 @@ from telescope.record.files import read_json, replace_file, replace_json
         ({"lone surrogate": "\ud800"}, None),
     ],
 )
-def test_values_are_read_back_as_they_were(tmp_path, value, expected, indent):
+def test_values_are_read_back_as_they_were(tmp_path, value, expected):
     path = tmp_path / "file.json"
-    num_bytes = replace_json(path, value, indent=indent)
-    assert num_bytes == path.stat().st_size
+    replace_json(path, value)
     assert read_json(path) == (value if expected is None else expected)
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_infinity_and_nan_are_read_back(tmp_path, indent):
-    replace_json(tmp_path / "file.json", [math.nan, math.inf], indent=indent)
+def test_infinity_and_nan_are_read_back(tmp_path):
+    replace_json(tmp_path / "file.json", [math.nan, math.inf])
     nan, infinite = json.loads((tmp_path / "file.json").read_text())
     assert math.isnan(nan)
     assert infinite == math.inf
