@@ -88,8 +88,8 @@ class TableWriter:
         """The number of rows that are in no block."""
         return self.num_rows - self._num_rows_in_blocks
 
-    def append(self, rows: Sequence[Row]) -> int:
-        """Appends `rows` to the tail. Returns the bytes written."""
+    def append(self, rows: Sequence[Row]) -> None:
+        """Appends `rows` to the tail."""
         batches = [row for row in rows if isinstance(row, Batch)]
         data, problems = rows_to_table(self._table, [row for row in rows if not isinstance(row, Batch)])
         if batches:
@@ -118,7 +118,6 @@ class TableWriter:
         self._tail_bytes += len(content)
         self.num_tail_bytes += len(content)
         self.num_rows += data.num_rows
-        return len(content)
 
     def end_tail(self, seconds: float) -> None:
         """Ends the tail if it is large or began at least `seconds` ago. The next rows begin another tail."""
@@ -127,8 +126,8 @@ class TableWriter:
             sync(tail)
             self._tail = None
 
-    def close_block(self) -> int:
-        """Turns the tails into a block. Returns its size in bytes."""
+    def close_block(self) -> None:
+        """Turns the tails into a block."""
         listing = list_files(self._directory, self._num_rows_in_blocks)
         tails = [
             replace(file, end=min(file.end, self.num_rows), rows=file.rows.slice(0, self.num_rows - file.first))
@@ -137,7 +136,8 @@ class TableWriter:
         ]
         self._tail = None  # also after a failure, because a block contains whole tails
         try:
-            num_bytes = sum(write_block(self._table, self._directory, run) for run in split_at_gaps(tails))
+            for run in split_at_gaps(tails):
+                write_block(self._table, self._directory, run)
         except pa.ArrowException:
             set_aside_foreign_files(self._table, self._directory)  # for the next attempt
             raise
@@ -145,7 +145,6 @@ class TableWriter:
             if first >= self._num_rows_in_blocks and path not in listing.damaged:
                 path.unlink(missing_ok=True)
         self.num_tails, self.num_tail_bytes, self._num_rows_in_blocks = 0, 0, self.num_rows
-        return num_bytes
 
 
 def set_aside_foreign_files(table: Table, directory: Path) -> None:
@@ -198,8 +197,8 @@ def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:
     return runs
 
 
-def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> int:
-    """Writes the rows of adjacent files as one block. Returns its size in bytes. Raises pyarrow's errors for damage."""
+def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> None:
+    """Writes the rows of adjacent files as one block. Raises pyarrow's errors for damage."""
     path = directory / block_name(files[0].first, files[-1].end)
     temporary = temporary_name(path)
     # The current columns, then columns that a newer version added.
@@ -224,7 +223,6 @@ def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> in
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return path.stat().st_size
 
 
 def write_at(path: Path, offset: int, content: bytes) -> None:
