@@ -9,8 +9,7 @@ import select
 import sys
 import time
 
-from telescope.record import Recorder
-from telescope.record.recorder import FileSizes
+from telescope.record.recorder import FileSizes, Recorder
 from telescope.record.run_info import begin_run, end_run, next_attempt
 
 

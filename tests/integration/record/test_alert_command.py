@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from telescope.record import Recorder
 from telescope.record import alerts as alerts_module
 from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles
 from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
 
 ROW = {"time": 12.5, "level": "warning", "kind": "entropy", "message": "Entropy fell.", "step": 40}
 

@@ -16,11 +16,11 @@ from telescope.cli.main import main
 from telescope.cli.query import MAX_TERMINAL_ROWS, print_result
 from telescope.dashboard.registry import Registry
 from telescope.errors import EXIT_INTERRUPTED
-from telescope.record import Recorder, table_writer
+from telescope.record import table_writer
 from telescope.record.files import WriterLock
 from telescope.record.query import Result
 from telescope.record.reader import Run
-from telescope.record.recorder import FileSizes
+from telescope.record.recorder import FileSizes, Recorder
 from telescope.record.run_info import begin_run, end_run
 
 

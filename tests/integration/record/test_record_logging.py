@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from telescope.record import Recorder
 from telescope.record.alerts import REPORTED, Alerts
 from telescope.record.files import RunFiles
 from telescope.record.logging import remove_handlers, setup_logging
 from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
 
 logger = logging.getLogger("telescope.test")
 

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from telescope.errors import UserError
-from telescope.record import Recorder
 from telescope.record.compact import compact
 from telescope.record.query import Database
 from telescope.record.reader import Run, find_runs, is_run, list_runs
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run, next_attempt
 from telescope.record.table_files import block_name
 
@@ -88,7 +88,8 @@ def test_runs_are_listed_newest_first_with_their_results(tmp_path):
 
 def test_a_killed_run_is_dead_and_a_folder_without_runs_is_an_error(tmp_path):
     script = (
-        "import sys, os; from telescope.record import Recorder; from telescope.record.run_info import begin_run\n"
+        "import sys, os; from telescope.record.recorder import Recorder\n"
+        "from telescope.record.run_info import begin_run\n"
         "begin_run(Recorder(sys.argv[1]), name='x', config_hash='', config_json='{}'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)

@@ -12,8 +12,8 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.model_card import push_to_hub
-from telescope.record import Recorder
 from telescope.record.charts import Point, line_chart
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
 
 CONFIG = {
