@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.utils.child_guard import kill_group
 from telescope.utils.process import describe_exit, open_log, rotate_log
@@ -48,11 +47,25 @@ VARIABLE = "TELESCOPE_ALERT_"
 
 
 class Alerts:
-    """Records alerts and runs `command` for each. Thread-safe. Close it before the recorder."""
+    """Records alerts and runs `command` for each. Thread-safe. Close it before the recorder.
+
+    The command gets the alert as JSON on standard input and in environment variables. Its output goes to
+    `logs/alert_command.log`. The first failure is a warning.
+    """
 
     def __init__(self, recorder: Recorder, command: Sequence[str] | None = None, run_name: str = "") -> None:
         self._recorder = recorder
-        self._command = AlertCommand(command, recorder.files.run_dir, run_name) if command else None
+        self._command = list(command or ())
+        self._run = {"run": run_name, "run_dir": str(recorder.files.run_dir), "attempt": recorder.attempt}
+        self._log = recorder.files.log(LOG_NAME)
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._work, name="telescope-alert-command", daemon=True)
+        if self._command:
+            self._thread.start()
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Records a row of `alerts`, and runs the command. Returns at once."""
@@ -61,42 +74,17 @@ class Alerts:
 
     def run_command(self, row: Mapping[str, Any]) -> None:
         """Runs the command for an event that is not an alert, such as the end of a run. Returns at once."""
-        if self._command is not None:
-            self._command.put({"attempt": self._recorder.attempt, **row})
-
-    def close(self) -> None:
-        """Waits briefly for the last alerts' commands, then kills the running one."""
-        if self._command is not None:
-            self._command.close()
-
-
-class AlertCommand:
-    """Runs a command for each alert, which is passed as JSON on standard input and in environment variables.
-
-    Its output goes to `logs/alert_command.log`. The first failure is a warning.
-    """
-
-    def __init__(self, arguments: Sequence[str], run_dir: Path, run_name: str) -> None:
-        self._arguments = list(arguments)
-        self._run = {"run": run_name, "run_dir": str(run_dir)}
-        self._log = RunFiles(run_dir).log(LOG_NAME)
-        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._work, name="telescope-alert-command", daemon=True)
-        self._thread.start()
-
-    def put(self, alert: Mapping[str, Any]) -> None:
-        """Adds an alert to the queue, unless it is full."""
+        if not self._command:
+            return
         try:
-            self._queue.put_nowait({**self._run, **alert})
+            self._queue.put_nowait({**self._run, **row})
         except queue.Full:
             self._warn("full", f"{MOST_WAITING} alerts wait for alert_command; more are recorded without it")
 
     def close(self) -> None:
         """Runs the waiting commands for at most `CLOSE_SECONDS`, then kills the running one."""
+        if not self._command:
+            return
         deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
@@ -127,7 +115,7 @@ class AlertCommand:
                 if self._closed:
                     return
                 process = self._process = subprocess.Popen(
-                    self._arguments, env=os.environ | environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                    self._command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=output, stderr=output,
                     start_new_session=True,
                 )  # fmt: skip
         finally:
@@ -144,7 +132,7 @@ class AlertCommand:
                 self._process = None
             copying.join(1.0)
         if ending is not None and not self._closed:
-            self._warn("failed", f"alert_command {ending}: {shlex.join(self._arguments)}. Its output is in {self._log}")
+            self._warn("failed", f"alert_command {ending}: {shlex.join(self._command)}. Its output is in {self._log}")
 
     def _warn(self, what: str, message: str) -> None:
         """Warns once. The warning itself does not run the command."""

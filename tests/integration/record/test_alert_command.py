@@ -165,10 +165,10 @@ def test_text_that_no_process_takes_is_one_warning_and_the_next_alert_runs(
 ) -> None:
     alerts = start(command)
     for message in ("half \ud800", "fine", "half \udbff"):
-        alerts._command.put({**ROW, "message": message})
+        alerts.run_command({**ROW, "message": message})
     alerts.close()
     assert caplog.text.count("alert_command cannot be started") == 1
-    assert alerts._command._queue.empty()
+    assert alerts._queue.empty()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
