@@ -13,7 +13,6 @@ are never copied.
 import io
 import json
 import logging
-import os
 import re
 import subprocess
 import tarfile
@@ -24,7 +23,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import telescope
-from telescope.record.files import RunFiles, temporary_name
+from telescope.record.files import RunFiles, replacing
 from telescope.utils.digests import files_below
 
 logger = logging.getLogger(__name__)
@@ -66,27 +65,22 @@ class CodeSnapshot:
     def write(self, path: Path, start: Path, folders: Sequence[Path]) -> None:
         """Writes the snapshot of the checkout around `start` and of `folders`. Raises `OSError`."""
         path.parent.mkdir(exist_ok=True)  # without parents, so that a removed run directory is not created again
-        temporary = temporary_name(path)
         root = Path(found) if (found := _line(start, "rev-parse", "--show-toplevel")) else None
-        try:
-            with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
-                if root is not None:
-                    # Tracked files, and files that are neither tracked nor ignored.
-                    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-                    listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
-                    self._add_all(archive, "sources", root, sorted(listed))
-                    _add(archive, "changes.diff", self._diff(root).encode("utf-8", "replace"))
-                package = Path(telescope.__file__).parent
-                if root is None or not package.is_relative_to(root):
-                    names = (name for name in files_below(package) if not name.startswith(BUILT_PAGES))
-                    self._add_all(archive, "telescope", package, names)
-                for number, folder in enumerate(folders):
-                    if root is None or not folder.is_relative_to(root):
-                        self._add_all(archive, f"environments/{number}", folder, files_below(folder))
-                _add(archive, "git.json", json.dumps(self._description(root), indent=1).encode())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
+            if root is not None:
+                # Tracked files, and files that are neither tracked nor ignored.
+                listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+                listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
+                self._add_all(archive, "sources", root, sorted(listed))
+                _add(archive, "changes.diff", self._diff(root).encode("utf-8", "replace"))
+            package = Path(telescope.__file__).parent
+            if root is None or not package.is_relative_to(root):
+                names = (name for name in files_below(package) if not name.startswith(BUILT_PAGES))
+                self._add_all(archive, "telescope", package, names)
+            for number, folder in enumerate(folders):
+                if root is None or not folder.is_relative_to(root):
+                    self._add_all(archive, f"environments/{number}", folder, files_below(folder))
+            _add(archive, "git.json", json.dumps(self._description(root), indent=1).encode())
 
     def _add_all(self, archive: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) -> None:
         patterns = (*self.exclude, *SECRETS)

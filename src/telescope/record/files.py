@@ -19,7 +19,8 @@ import json
 import logging
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,20 +107,22 @@ def record_files(run_dir: str | os.PathLike[str]) -> dict[str, FileState]:
     return found
 
 
-def temporary_name(path: Path) -> Path:
-    """Returns a name beside `path` for an incomplete file of this process."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` for its new content, and replaces `path` when the block ends without an error."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes `content` to `path`. Readers see either the old or the new content. Raises `OSError`."""
-    temporary = temporary_name(path)
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def replace_json(path: Path, value: Any) -> None:

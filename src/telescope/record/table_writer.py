@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from telescope.record.convert import Batch, conform, rows_to_table, warn_of
-from telescope.record.files import TEMPORARY_PREFIX, replace_file, sync, temporary_name
+from telescope.record.files import TEMPORARY_PREFIX, replace_file, replacing, sync
 from telescope.record.pending import Row
 from telescope.record.table_files import (
     BLOCK_NAME,
@@ -199,8 +199,6 @@ def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:
 
 def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> None:
     """Writes the rows of adjacent files as one block. Raises pyarrow's errors for damage."""
-    path = directory / block_name(files[0].first, files[-1].end)
-    temporary = temporary_name(path)
     # The current columns, then columns that a newer version added.
     fields = {field.name: field for field in table.schema}
     for file in files:
@@ -213,16 +211,12 @@ def write_block(table: Table, directory: Path, files: Sequence[TableFile]) -> No
         "use_dictionary": [name for name in fields if name in _CATEGORIES],
         "write_statistics": [name for name in fields if name in _FILTERED],
     }
-    try:
+    with replacing(directory / block_name(files[0].first, files[-1].end)) as temporary:
         with pq.ParquetWriter(temporary, schema, **coding) as block:
             for data in _row_groups(files, schema):
                 block.write_table(data)
         sync(temporary)
-        os.rename(temporary, path)
-        sync(directory)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    sync(directory)
 
 
 def write_at(path: Path, offset: int, content: bytes) -> None:
