@@ -22,6 +22,9 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(process)d %(name)s:%(linen
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 """UTC, so that files of several machines can be merged by time."""
 
+_handlers: list[logging.Handler] = []
+"""The handlers of the last `setup_logging`."""
+
 
 def setup_logging(
     run_dir: Path | str,
@@ -31,33 +34,30 @@ def setup_logging(
     alerts: Alerts | None = None,
     debug: bool = False,
     console: bool = True,
-) -> list[logging.Handler]:
+) -> None:
     """Sends this process's log lines to its log file and the record.
 
     The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings need `alerts`.
     `debug` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
-    Replaces the handlers of an earlier call. Returns the new handlers. Never raises because of the disk.
+    Replaces the handlers of an earlier call. Never raises because of the disk.
     """
-    root = logging.getLogger()
     remove_handlers()
-    handlers: list[logging.Handler] = [_FileHandler(RunFiles(run_dir).log(component))]
+    _handlers.append(_FileHandler(RunFiles(run_dir).log(component)))
     if recorder is not None:
-        handlers.append(_RecordHandler(recorder, alerts, component))
+        _handlers.append(_RecordHandler(recorder, alerts, component))
     if console:
-        handlers.append(_ConsoleHandler())
-    for handler in handlers:
-        root.addHandler(handler)
+        _handlers.append(_ConsoleHandler())
+    for handler in _handlers:
+        logging.getLogger().addHandler(handler)
     logging.getLogger("telescope").setLevel(logging.DEBUG if debug else logging.INFO)
-    return handlers
 
 
 def remove_handlers() -> None:
     """Removes the handlers of `setup_logging` and closes the file."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _TelescopeHandler):
-            root.removeHandler(handler)
-            handler.close()
+    for handler in _handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    _handlers.clear()
 
 
 class _PlainFormatter(logging.Formatter):
@@ -67,11 +67,7 @@ class _PlainFormatter(logging.Formatter):
         return plain(super().format(record))
 
 
-class _TelescopeHandler:
-    """Marks handlers that the next call of `setup_logging` replaces."""
-
-
-class _FileHandler(_TelescopeHandler, logging.FileHandler):
+class _FileHandler(logging.FileHandler):
     """Appends to a file that the first line creates. Reports a failing disk once."""
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +101,7 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
             )
 
 
-class _RecordHandler(_TelescopeHandler, logging.Handler):
+class _RecordHandler(logging.Handler):
     """Writes a row of `logs` per line. The first warning from each place in Telescope's code is also an alert."""
 
     def __init__(self, recorder: Recorder, alerts: Alerts | None, component: str) -> None:
@@ -141,7 +137,7 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
             self._alerts.add({"time": record.created, "level": level, "kind": "log", "message": message})
 
 
-class _ConsoleHandler(_TelescopeHandler, logging.StreamHandler[TextIO]):
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
     """Writes warnings to the current `sys.stderr`, which a live view replaces."""
 
     def __init__(self) -> None:

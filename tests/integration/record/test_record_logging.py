@@ -8,7 +8,7 @@ import pytest
 
 from telescope.record.alerts import REPORTED, Alerts
 from telescope.record.files import RunFiles
-from telescope.record.logging import remove_handlers, setup_logging
+from telescope.record.logging import _handlers, remove_handlers, setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 
@@ -83,10 +83,10 @@ def test_an_unwritable_log_is_reported_once(tmp_path, installed, capsys):
 
 def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, monkeypatch, capsys):
     with Recorder(tmp_path) as recorder:
-        handlers = setup_logging(tmp_path, "driver", recorder, console=False)
+        setup_logging(tmp_path, "driver", recorder, console=False)
         # Not through the root logger: a worker of pytest-xdist cannot report what pytest would capture there.
         record = logger.makeRecord("telescope.test", logging.WARNING, __file__, 1, "a\ud800b", (), None)
-        for handler in handlers:
+        for handler in _handlers:
             handler.handle(record)
         monkeypatch.setattr(sys, "stderr", sys.__stderr__)
         monkeypatch.setattr(logging, "raiseExceptions", False)
