@@ -71,7 +71,6 @@ def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], No
         yield None
         return
     receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
-    receiver.start()
     try:
         yield receiver.target
     finally:
@@ -79,7 +78,7 @@ def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], No
 
 
 class TraceReceiver:
-    """Listens on `host`:`port` and passes rows of the table `spans` to `write`.
+    """Listens on `host`:`port` until `stop`, and passes rows of the table `spans` to `write`.
 
     If the port is in use it listens on a free one, since two runs may share a machine.
     """
@@ -95,16 +94,13 @@ class TraceReceiver:
             logger.info("otlp_receiver_port %d is in use (%s); using a free port for traces", port, error.strerror)
             self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="telescope-traces", daemon=True)
+        threading.Thread(target=self._server.serve_forever, name="telescope-traces", daemon=True).start()
 
     @property
     def target(self) -> TraceTarget:
         """Returns the destination for the servers' traces."""
         host, port = self._server.server_address[:2]
         return TraceTarget(f"http://{host!s}:{port}{ROUTE}", self._secret)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """Stops listening. Traces that servers have not sent are lost."""

@@ -82,7 +82,6 @@ class Sampler:
     """Calls `read` every `interval` seconds in its own thread."""
 
     def __init__(self, name: str, interval: float, read: Callable[[], Iterable[Reading]]) -> None:
-        self._name = name
         self._interval = interval
         self._read = read
         self._thin = Thinning()
@@ -92,13 +91,11 @@ class Sampler:
         self._problems: list[str] = []
         self._reported: set[str] = set()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=f"telescope-{name}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Calling it again has no effect."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"telescope-{self._name}", daemon=True)
-            self._thread.start()
+        """Starts the thread."""
+        self._thread.start()
 
     def take(self) -> ReadingBatch:
         """Returns the readings and problems since the last call."""
@@ -114,7 +111,7 @@ class Sampler:
     def stop(self, timeout: float = 2.0) -> None:
         """Stops the thread. A thread that hangs in a reading ends with its process."""
         self._stopping.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(timeout)
 
     def sample(self) -> None:

@@ -34,7 +34,6 @@ def rows() -> list[dict[str, Any]]:
 @pytest.fixture
 def receiver(rows: list[dict[str, Any]]) -> Iterator[TraceReceiver]:
     made = TraceReceiver("127.0.0.1", 0, "a-secret", rows.append)
-    made.start()
     yield made
     made.stop()
 
@@ -111,7 +110,6 @@ def test_a_port_in_use_is_replaced_by_a_free_one():
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]
         receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)
-        receiver.start()
         assert urlsplit(receiver.target.url).port != port
         receiver.stop()
 
