@@ -94,7 +94,7 @@ class LogParser:
 
     def feed(self, line: str, now: float) -> Iterator[dict[str, Any]]:
         """Takes one line, read at `now`. Yields the entry that it ends, if any."""
-        line = plain(line.rsplit("\r", 1)[-1] if not line.endswith("\r") else line[:-1].rsplit("\r", 1)[-1])
+        line = plain(line.removesuffix("\r").rsplit("\r", 1)[-1])
         prefix = _PREFIX.match(line)
         process = int(prefix[1]) if prefix else None
         line = line[prefix.end() :] if prefix else line
