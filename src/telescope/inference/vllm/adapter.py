@@ -76,21 +76,18 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "logprobs": 0,  # the sampled token's own logprob, no alternatives
-        "detokenize": False,
+        "detokenize": bool(request.stop),  # vLLM finds the texts that end a completion in its text
         "output_kind": FINAL_ONLY,
     }
-    if request.top_p is not None:
-        sampling["top_p"] = request.top_p
-    if request.seed is not None:
-        sampling["seed"] = request.seed
-    if request.stop_token_ids:
-        sampling["stop_token_ids"] = request.stop_token_ids
-    if request.stop:
-        sampling |= {"stop": request.stop, "detokenize": True}  # vLLM finds it in the text
-    if request.ignore_eos:
-        sampling["ignore_eos"] = True
-    if request.routes_start:
-        sampling["routed_experts_prompt_start"] = request.routes_start
+    optional = {
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "stop_token_ids": request.stop_token_ids or None,
+        "stop": request.stop or None,
+        "ignore_eos": request.ignore_eos or None,
+        "routed_experts_prompt_start": request.routes_start or None,
+    }
+    sampling |= {name: value for name, value in optional.items() if value is not None}
     body: dict[str, object] = {
         "request_id": request.request_id,
         "token_ids": request.prompt_token_ids,
