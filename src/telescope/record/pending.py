@@ -38,10 +38,7 @@ def row_bytes(row: Row) -> int:
         if kind is str:
             total += len(value)
         elif kind is dict:
-            total += 2 * _VALUE_BYTES * len(value)
-            for item in value.values():
-                if type(item) is str:
-                    total += len(item)
+            total += _VALUE_BYTES * len(value) + row_bytes(value)
         elif hasattr(value, "nbytes"):
             total += value.nbytes
         elif hasattr(value, "__len__"):
