@@ -6,7 +6,7 @@ compacted.
 """
 
 import time
-from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 from telescope.errors import UserError
 from telescope.record.files import WriterLock
 from telescope.record.reader import Run, is_readable
-from telescope.record.table_files import TableFile, block_name, list_blocks, list_tails
+from telescope.record.table_files import block_name, list_blocks, list_tails
 from telescope.record.table_writer import split_at_gaps, why_foreign, write_block
 from telescope.record.tables import TABLES
+from telescope.utils.data import split_by_size
 
 FILE_BYTES = 256 * 2**20
-"""Files are merged until they have this size."""
+"""Largest size of a merged file."""
 
 GRACE_SECONDS = 1.0
 """How long merged files stay beside their inputs, because a reader may have listed the folder before the merge."""
@@ -62,7 +63,8 @@ def _merge(run: Run, name: str) -> list[Path]:
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
-    for group in (part for run_of_files in split_at_gaps(whole) for part in _by_size(run_of_files)):
+    adjacent = (split_by_size(files, lambda file: file.num_bytes, FILE_BYTES) for files in split_at_gaps(whole))
+    for group in chain.from_iterable(adjacent):
         first, end = group[0].first, group[-1].end
         if len(group) > 1 or group[0].rows is not None:
             write_block(TABLES[name], folder, group)
@@ -76,16 +78,3 @@ def _merge(run: Run, name: str) -> list[Path]:
         for first, end, path in found
         if any(low <= first and end <= high and path != block for low, high, block in blocks)
     ]
-
-
-def _by_size(files: Sequence[TableFile]) -> list[list[TableFile]]:
-    """Splits ordered files into groups of about `FILE_BYTES`."""
-    groups: list[list[TableFile]] = [[]]
-    num_bytes = 0
-    for file in files:
-        if num_bytes >= FILE_BYTES:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(file)
-        num_bytes += file.num_bytes
-    return groups

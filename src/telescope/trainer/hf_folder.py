@@ -20,6 +20,7 @@ import torch
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from telescope.errors import UserError
+from telescope.utils.data import split_by_size
 from telescope.weights.model_folder import ModelOrigin, write_origin
 from telescope.weights.plan import TensorMeta
 
@@ -58,7 +59,7 @@ def write_model_folder(
     if the disk has too little space.
     """
     num_bytes = sum(map(size_of, metas))
-    shards, unwritten = plan_shards(metas, max_shard_bytes), iter(tensors)
+    shards, unwritten = list(split_by_size(metas, size_of, max_shard_bytes)), iter(tensors)
     location: dict[str, str] = {}
     try:
         with new_folder(folder, origin) as partial:
@@ -121,19 +122,6 @@ def size_of(meta: TensorMeta) -> int:
     """Returns the bytes of a tensor."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return meta.numel * dtype.itemsize
-
-
-def plan_shards(metas: Sequence[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
-    """Splits tensors, in order, into files of at most `max_bytes`. A larger tensor gets its own file."""
-    shards: list[list[TensorMeta]] = [[]]
-    used = 0
-    for meta in metas:
-        if shards[-1] and used + size_of(meta) > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(meta)
-        used += size_of(meta)
-    return shards
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from telescope.errors import UserError
-from telescope.trainer.hf_folder import parse_size, plan_shards, with_dtype, write_model_folder
+from telescope.trainer.hf_folder import parse_size, size_of, with_dtype, write_model_folder
+from telescope.utils.data import split_by_size
 from telescope.weights.plan import TensorMeta
 
 
@@ -53,7 +54,7 @@ def test_several_files_have_an_index_and_no_file_is_larger_than_asked(tmp_path):
 
 def test_a_tensor_larger_than_a_file_has_one_to_itself():
     metas = [TensorMeta(name, (size,), "float32") for name, size in (("a", 1), ("b", 100), ("c", 1), ("d", 1))]
-    assert [[meta.name for meta in shard] for shard in plan_shards(metas, 16)] == [["a"], ["b"], ["c", "d"]]
+    assert [[meta.name for meta in shard] for shard in split_by_size(metas, size_of, 16)] == [["a"], ["b"], ["c", "d"]]
 
 
 def test_a_failed_write_leaves_nothing_and_keeps_the_model_before_it(tmp_path):

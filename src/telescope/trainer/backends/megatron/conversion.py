@@ -31,6 +31,7 @@ from telescope.trainer.backends.megatron.families import (
     whole_tensors,
 )
 from telescope.trainer.backends.megatron.parallel import Parallel
+from telescope.utils.data import split_by_size
 
 Shapes = Mapping[str, torch.Size]
 """Shapes of the checkpoint's tensors by name."""
@@ -204,16 +205,9 @@ def _buckets(
     for (stage, is_expert), group in itertools.groupby(
         units, key=lambda unit: (division.stage_of(unit.mappings[0]), unit.is_expert)
     ):
-        bucket: list[_Unit] = []
-        room = limit
-        for unit in group:
-            size = unit.numel * (parallel.ep.size() if is_expert else parallel.tp.size())
-            if bucket and size > room:
-                yield stage, is_expert, bucket
-                bucket, room = [], limit
-            bucket.append(unit)
-            room -= size
-        yield stage, is_expert, bucket
+        num_ranks = parallel.ep.size() if is_expert else parallel.tp.size()
+        for bucket in split_by_size(group, lambda unit: unit.numel, limit // num_ranks):
+            yield stage, is_expert, bucket
 
 
 def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
