@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
+from telescope.trainer.backends.fsdp.checkpoint import BackgroundSaver
 
 
 class NotedGpus:
@@ -29,11 +29,14 @@ def note_gpus(file: Path) -> torch.Tensor:
 def test_the_writer_sees_no_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    writer = CheckpointWriter(("127.0.0.1", store.port), 0, 0, 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    saver = BackgroundSaver(torch.device("cpu"), ("127.0.0.1", store.port))
+    monkeypatch.setattr(saver._copies, "copy", lambda state: state)
     try:
-        writer.begin({"weight": NotedGpus(tmp_path / "gpus")}, tmp_path / "checkpoint")
-        writer.wait()
+        saver.start({"weight": NotedGpus(tmp_path / "gpus")}, tmp_path / "checkpoint")
+        saver.wait()
     finally:
-        writer.stop()
+        saver.close()
+        dist.destroy_process_group()
     assert (tmp_path / "gpus").read_text() == ""
     assert (tmp_path / "checkpoint" / ".metadata").exists()

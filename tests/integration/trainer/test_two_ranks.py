@@ -95,8 +95,8 @@ def _failures_of_writers(trainer: Trainer, folder: Path) -> list[str | None]:
 
     for step in range(4):
         if step == 2 and trainer.rank == 0:
-            os.kill(saver._writer.pid, signal.SIGKILL)
-            saver._writer._process.join()
+            os.kill(saver._process.pid, signal.SIGKILL)
+            saver._process.join()
         saver._copies.copy = fails if step == 1 and trainer.rank == 1 else copy
         directory = folder / f"step_{step}"
         try:

@@ -33,7 +33,7 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.checkpoints import META
 from telescope.trainer import worker
-from telescope.trainer.backends.fsdp import checkpoint_writer
+from telescope.trainer.backends.fsdp import checkpoint
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.checkpoint_names import CheckpointNames
 from telescope.trainer.loss import denominator
@@ -226,7 +226,7 @@ def fork_server() -> ForkServerContext:
 def set_up_quickly() -> None:
     """Saves trainers of this process collections of 0.25 s each, and their checkpoint writers the imports."""
     worker.freeze_heap = worker.unfreeze_heap = lambda: None
-    checkpoint_writer.START_METHOD = fork_server().get_start_method()
+    checkpoint.START_METHOD = fork_server().get_start_method()
 
 
 Job = tuple[Callable[..., Any], Any, tuple[Any, ...]]

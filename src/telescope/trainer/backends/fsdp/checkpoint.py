@@ -8,37 +8,52 @@ Invariants: one save at a time. A save that fails leaves its folder incomplete a
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from telescope.errors import RunError
-from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
+from telescope.trainer.backends.fsdp.checkpoint_writer import write_checkpoints
 from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_index, shard_sizes
+from telescope.utils.data import split_by_size
 from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """Keys of the saved state. A checkpoint without training state has only the first."""
 
 
+START_METHOD = "spawn"
+"""A fork would copy the rank's locks and CUDA context, which do not work in another process."""
+
+STOP_SECONDS = 5.0
+
+
 class BackgroundSaver:
     """Saves the checkpoints of one rank. Create it once, on all ranks: it keeps the writer and the copy's memory."""
 
     def __init__(self, device: torch.device, store: tuple[str, int]) -> None:
-        """Prepares the writer. `store` is host and port of the ranks' store."""
+        """Starts the writer in the background. `store` is host and port of the ranks' store."""
         self._copies = SharedCopies(device)
+        self._store = store
         self._num_writers = 0
-        self._make_writer: Callable[[], CheckpointWriter] = lambda: CheckpointWriter(
-            store, self._num_writers, dist.get_rank(), dist.get_world_size()
-        )
-        self._writer = self._make_writer()
         self._is_writing = False
+        self._start_writer()
+
+    def _start_writer(self) -> None:
+        context: Any = torch.multiprocessing.get_context(START_METHOD)  # the name of the method determines its type
+        self._pipe, child = context.Pipe()
+        arguments = (child, self._store, self._num_writers, dist.get_rank(), dist.get_world_size())
+        self._process = context.Process(target=write_checkpoints, args=arguments, name="checkpoints", daemon=True)
+        self._process.start()
+        child.close()  # so that `recv` ends when the process ends
+        self._num_writers += 1
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocates the memory of the copies, which takes longer than a copy. Raises `OSError` if it fails."""
@@ -50,11 +65,10 @@ class BackgroundSaver:
         If one rank has no memory for the copy, none writes, and all raise `OSError`.
         """
         assert not self._is_writing, "the last checkpoint is still being written"
-        if not _on_all_ranks(self._writer.is_alive):
+        if not _on_all_ranks(self._process.is_alive()):
             # Their group needs all of them.
-            self._writer.stop()
-            self._num_writers += 1
-            self._writer = self._make_writer()
+            self.close()
+            self._start_writer()
         problem: OSError | None = None
         copy: dict[str, Any] = {}
         try:
@@ -63,20 +77,29 @@ class BackgroundSaver:
             problem = error
         if not _on_all_ranks(problem is None):
             raise problem or OSError("another rank could not copy its state")
-        self._writer.begin(copy, directory)
+        self._pipe.send((copy, directory))
         self._is_writing = True
 
     def wait(self) -> None:
         """Waits until the files of the last save are on disk. Raises `OSError` if they cannot be written."""
-        if self._is_writing:
-            try:
-                self._writer.wait()
-            finally:
-                self._is_writing = False
+        if not self._is_writing:
+            return
+        try:
+            problem = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(STOP_SECONDS)
+            code = self._process.exitcode
+            raise OSError(f"the process that writes checkpoints has ended with exit code {code}") from error
+        finally:
+            self._is_writing = False
+        if problem is not None:
+            raise OSError(problem)
 
     def close(self) -> None:
         """Ends the writer."""
-        self._writer.stop()
+        self._pipe.close()
+        self._process.kill()
+        self._process.join(STOP_SECONDS)
 
 
 def _on_all_ranks(holds: bool) -> bool:
@@ -91,12 +114,9 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     Omits frozen weights (of a model with adapters), because the run's first model has them.
     """
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    if optimizer is None:
-        model_state, optimizer_state = state_dict.get_model_state_dict(policy), None
-    else:
-        model_state, optimizer_state = state_dict.get_state_dict(policy, optimizer)
+    model_state, optimizer_state = state_dict.get_state_dict(policy, optimizer or [])
     state: dict[str, Any] = {MODEL: {name: value for name, value in model_state.items() if name not in frozen}}
-    return state if optimizer_state is None else state | {OPTIMIZER: optimizer_state}
+    return state if optimizer is None else state | {OPTIMIZER: optimizer_state}
 
 
 def missing_files(directory: Path, train_backend: str) -> list[str]:
@@ -163,15 +183,8 @@ def read_weights(
 
     Memory holds `read_bytes`, or the largest tensor. Raises `RunError` for a damaged checkpoint.
     """
-    waiting = list(metas)
-    while waiting:
-        state: dict[str, torch.Tensor] = {}
-        num_bytes = 0
-        while waiting and (not state or num_bytes < read_bytes):
-            meta = waiting.pop(0)
-            key = f"{MODEL}.{meta.name}"
-            state[key] = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            num_bytes += state[key].nbytes
+    for group in split_by_size(metas, lambda meta: meta.numel * getattr(torch, meta.dtype).itemsize, read_bytes):
+        state = {f"{MODEL}.{meta.name}": torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in group}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # "there is no process group"
