@@ -48,12 +48,10 @@ KNOWN_ARGUMENTS = frozenset({"position_ids", "cache_position", "use_cache", "out
 class Bucket:
     """S segments of similar length, at most L tokens, in one call.
 
-    `gather_SL` are row positions (flattened [S * L]; padding repeats position 0). `real_P` are the indices in it that
-    are not padding.
+    `gather_SL` are row positions; padding repeats position 0. `real_P` are its places, counted row by row, that are not
+    padding.
     """
 
-    num_segments: int
-    length: int
     gather_SL: torch.Tensor
     real_P: torch.Tensor
 
@@ -110,14 +108,8 @@ def make_layout(
         position = np.where(real, cu_seqlens[members][:, None] + offsets[None, :], 0)
         order[position[real]] = placed + np.arange(int(real.sum()))
         placed += int(real.sum())
-        layout.buckets.append(
-            Bucket(
-                num_segments=len(members),
-                length=longest,
-                gather_SL=torch.from_numpy(position.reshape(-1).astype(np.int64)).to(device),
-                real_P=torch.from_numpy(np.flatnonzero(real)).to(device),
-            )
-        )
+        gather_SL, real_P = torch.from_numpy(position), torch.from_numpy(np.flatnonzero(real))
+        layout.buckets.append(Bucket(gather_SL.to(device), real_P.to(device)))
     layout.order_T = torch.from_numpy(order).to(device)
     return layout
 
@@ -204,19 +196,19 @@ def _padded(
     for bucket in layout.buckets:
 
         def spread(rows_THD: torch.Tensor, bucket: Bucket = bucket) -> torch.Tensor:
-            picked = rows_THD.index_select(0, bucket.gather_SL)
-            return picked.view(bucket.num_segments, bucket.length, *rows_THD.shape[1:]).transpose(1, 2)
+            picked = rows_THD.index_select(0, bucket.gather_SL.flatten())
+            return picked.view(*bucket.gather_SL.shape, *rows_THD.shape[1:]).transpose(1, 2)
 
         q, k, v = spread(q_THD), spread(k_TKD), spread(v_TKE)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        band = None
-        if sliding_window is not None and sliding_window < bucket.length:
-            band = _band(bucket.length, sliding_window, q.device)
+        length, band = q.shape[2], None
+        if sliding_window is not None and sliding_window < length:
+            band = _band(length, sliding_window, q.device)
         if softcap is None and sinks_H is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
         else:
-            band = _band(bucket.length, bucket.length, q.device) if band is None else band
+            band = _band(length, length, q.device) if band is None else band
             out = _by_scores(q, k, v, band, scale, softcap, sinks_H)
         outputs.append(out.transpose(1, 2).reshape(-1, num_heads, width).index_select(0, bucket.real_P))
     return torch.cat(outputs).index_select(0, layout.order_T)
