@@ -56,6 +56,9 @@ class GradientPart(NamedTuple):
 class RLBackend(TrainingBackend):
     """A backend that trains with the RL step. Subclasses add the model, its passes and its optimizer."""
 
+    hf_config: PretrainedConfig
+    """The model's config. Set by `init`."""
+
     def init(self) -> None:
         """Prepares the step. A subclass calls it before it loads its model."""
         self.algorithm = get_algorithm(self.config.algorithm)
@@ -97,11 +100,6 @@ class RLBackend(TrainingBackend):
 
         Equal divisions of the model have the same number of parts and shards.
         """
-
-    @property
-    @abstractmethod
-    def hf_config(self) -> PretrainedConfig:
-        """The model's config, for the folder of a saved model."""
 
     def clip_factor(self, norm: float) -> float:
         """Returns the factor that clips a gradient of this norm, in (0, 1]."""

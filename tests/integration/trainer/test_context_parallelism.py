@@ -4,7 +4,6 @@ That gradients and metrics of every algorithm are those of one rank is shown in 
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,7 +164,7 @@ def test_four_ranks_of_which_two_share_each_row_train_as_one(models, tmp_path):
 def test_a_model_whose_heads_cannot_be_shared_is_refused_when_it_is_loaded(num_ranks):
     backend = FSDPBackend(make_config("a/model"), 0, num_ranks, torch.device("cpu"))
     heads = LlamaConfig(hidden_size=96, num_attention_heads=4 * 3, num_key_value_heads=3 if num_ranks == 4 else 2)
-    backend.policy = SimpleNamespace(causal_lm=SimpleNamespace(config=heads))  # type: ignore[assignment]
+    backend.hf_config = heads
     with pytest.raises(UserError, match=f"fsdp_context_parallel_size is {num_ranks}, but a/model has [23] key and"):
         backend._refuse_uneven_heads(num_ranks)
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig
 
 from telescope.config.memory import reshards_after_forward
 from telescope.config.model_shape import uneven_heads
@@ -51,6 +50,7 @@ class FSDPBackend(RLBackend):
         self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         context = self.context
         self.policy = sharding.build_sharded_policy(config, self.mesh, self.device)
+        self.hf_config = self.policy.causal_lm.config
         if context is not None:
             self._refuse_uneven_heads(context.size)
         if not self.policy.packs and (context is not None or self.replay is not None):
@@ -228,10 +228,6 @@ class FSDPBackend(RLBackend):
     def saver(self) -> BackgroundSaver:
         """Writes checkpoints. Kept when the weights are loaded again."""
         return BackgroundSaver(self.device, self.store_address)
-
-    @property
-    def hf_config(self) -> PretrainedConfig:
-        return self.policy.causal_lm.config
 
     def _prepare_checkpoints(self) -> None:
         """Starts the writer and allocates the copy, so that the first checkpoint does not pause training for this."""

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.inference import unified_memory
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from transformers import PretrainedConfig
 
 from telescope.config.megatron import FP8_MULTIPLE, check_architecture, check_gpu_fields, check_transformer_engine
 from telescope.errors import ConfigError
@@ -64,7 +63,7 @@ class MegatronBackend(RLBackend):
         skeleton = load_causal_lm(
             config.model, self.dtype, with_weights=False, trust_remote_code=config.trust_remote_code
         )
-        self._hf_config = hf_config = skeleton.config
+        self.hf_config = hf_config = skeleton.config
         check_architecture(config, hf_config.to_dict())
         self.heads = heads_of(hf_config)
         self.shapes = {part: tensor.shape for part, tensor in checkpoint_tensors(skeleton)}
@@ -101,12 +100,8 @@ class MegatronBackend(RLBackend):
         return self.parallel.layout()
 
     @property
-    def hf_config(self) -> PretrainedConfig:
-        return self._hf_config
-
-    @property
     def num_parameters(self) -> int:
-        tied = "lm_head.weight" if self._hf_config.tie_word_embeddings else None
+        tied = "lm_head.weight" if self.hf_config.tie_word_embeddings else None
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name != tied)
 
     def _tokens_of_router(self, num_tokens: int) -> slice:
