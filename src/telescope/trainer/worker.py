@@ -65,17 +65,9 @@ class Trainer:
     listener: socket.socket | None = None
 
     def __post_init__(self) -> None:
-        self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
         self._spans_between: list[Span] = []
         """Spans of weight syncs and checkpoints since the last step."""
-
-    @property
-    def backend(self) -> TrainingBackend:
-        """The backend. Raises `RuntimeError` before `setup`."""
-        if self._backend is None:
-            raise RuntimeError(f"trainer rank {self.rank} is not set up")
-        return self._backend
 
     def setup(self) -> TrainerInfo:
         """Connects to the other ranks and loads the model. Raises `UserError` for invalid settings. Collective."""
@@ -103,7 +95,7 @@ class Trainer:
         backend = find_backend(config.train_backend)(config, self.rank, self.world_size, device)
         backend.store_address = store.host, store.port
         backend.init()
-        self._backend = backend
+        self.backend: TrainingBackend = backend
         freeze_heap()
         self._idle_since = time.time()
         return TrainerInfo(
@@ -230,9 +222,9 @@ class Trainer:
 
     def shutdown(self) -> None:
         """Closes the backend and leaves the process group. Idempotent."""
-        if self._backend is not None:
-            self._backend.close()
-        self._backend = None
+        if "backend" in vars(self):
+            self.backend.close()
+            del self.backend
         unfreeze_heap()
         if dist.is_initialized():
             dist.destroy_process_group()
