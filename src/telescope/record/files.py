@@ -174,6 +174,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is nested too deeply") from None
 
 
+def read_heartbeat(run_dir: Path | str) -> dict[str, Any] | None:
+    """Returns the last heartbeat, with at least `time` (Unix seconds), or None."""
+    try:
+        value = read_json(RunFiles(run_dir).heartbeat)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("time"), float | int) else None
+
+
 class WriterLock:
     """Locks one run directory for writing. The last `acquire` has set `is_removed`."""
 
@@ -226,11 +235,7 @@ class WriterLock:
 
 def _other_writer(run_dir: Path) -> str:
     who = "Another process, such as `telescope compact`,"
-    try:
-        heartbeat = read_json(RunFiles(run_dir).heartbeat)
-    except (OSError, ValueError):
-        heartbeat = None
-    identity = ProcessIdentity.from_json((heartbeat or {}).get("process"))
+    identity = ProcessIdentity.from_json((read_heartbeat(run_dir) or {}).get("process"))
     if identity is not None and identity.is_alive() is not False:
         who = f"Process {identity.pid} on {identity.host}"
     return (

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from telescope.errors import UserError
 from telescope.health.rules import ends_of
 from telescope.record.convert import conform, rows_to_table
-from telescope.record.files import RunFiles, read_json
-from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
+from telescope.record.files import RunFiles, read_heartbeat, read_json
+from telescope.record.run_info import RunInfo, read_run_json, status_now
 from telescope.record.table_files import AFTER_ALL_ROWS, BLOCK_NAME, TableFile, list_files
 from telescope.record.tables import TABLES, Table
 from telescope.utils.text import single_line

