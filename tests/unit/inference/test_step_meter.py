@@ -1,17 +1,26 @@
 """The step meter: what is counted, what a reader sees, and what `/metrics` reports."""
 
+import os
 import struct
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from telescope.inference.base import METRICS_ROUTE
 from telescope.inference.engine_metrics import parse
-from telescope.inference.vllm.step_meter import StepMeter, StepMetricsMiddleware, StepReading, metrics_text, read_meter
+from telescope.inference.vllm.step_meter import (
+    STEP_METER_VARIABLE,
+    StepMeter,
+    StepMetricsMiddleware,
+    StepReading,
+    metrics_text,
+    read_meter,
+)
 
 
 class Clock:
@@ -141,7 +150,9 @@ async def through_middleware(path: Path | None, route: str) -> tuple[dict[bytes,
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": route, "headers": [(b"accept-encoding", b"gzip")]}
-    await StepMetricsMiddleware(vllm, path)(scope, None, send)  # type: ignore[arg-type]
+    with patch.dict(os.environ, {STEP_METER_VARIABLE: str(path)}):
+        middleware = StepMetricsMiddleware(vllm)
+    await middleware(scope, None, send)  # type: ignore[arg-type]
     return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
 
 

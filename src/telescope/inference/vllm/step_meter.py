@@ -145,14 +145,13 @@ def metrics_text(reading: StepReading) -> bytes:
 class StepMetricsMiddleware:
     """ASGI middleware that adds the meter to the server's `/metrics`."""
 
-    def __init__(self, app: ASGIApp, path: Path | None = None) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        named = os.environ.get(STEP_METER_VARIABLE)
-        self._path = path or (Path(named) if named else None)
+        self._path = Path(os.environ[STEP_METER_VARIABLE])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reading = None
-        if scope["type"] == "http" and scope["path"].rstrip("/") == METRICS_ROUTE and self._path is not None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == METRICS_ROUTE:
             reading = read_meter(self._path)
         if reading is None:
             await self._app(scope, receive, send)
