@@ -32,9 +32,14 @@ EXPERT_MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", 
 
 MAX_LAYERS = 8
 VOCABULARY = 64
-NUM_EXPERTS = 8
-INNER_SIZE = 64
 WINDOW = 4
+LARGEST = {
+    "sliding_window": WINDOW, "attention_chunk_size": WINDOW, "vocab_size_per_layer_input": VOCABULARY,
+    "intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    **dict.fromkeys(EXPERT_COUNTS, 8), "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+"""Largest values of the copy's config, by field."""
 LENGTHS = (9, 5, 7)
 """Tokens of the samples, all longer than a window."""
 TOLERANCE = 2e-4
@@ -43,8 +48,6 @@ DISTURBANCE = 0.8
 """Standard deviation of the noise added to weights, times the root of the hidden size, for logits of order 1."""
 
 DERIVED = (".mamba.A_log", ".mixer.A_log")
-WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
-INNER_FIELDS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def choose_execution(
@@ -163,19 +166,10 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     if shared:
         text.layer_types = list(dict.fromkeys(lists[0])) * 2
         text.num_kv_shared_layers = kept // 2
-    if getattr(text, "vocab_size_per_layer_input", None):
-        text.vocab_size_per_layer_input = VOCABULARY
-    if getattr(text, "first_k_dense_replace", None):
-        text.first_k_dense_replace = 1
-    for fields, size in ((WINDOW_FIELDS, WINDOW), (INNER_FIELDS, INNER_SIZE), (EXPERT_COUNTS, NUM_EXPERTS)):
-        for name in fields:
-            value = getattr(text, name, None)
-            if isinstance(value, int) and value > size:
-                setattr(text, name, size)
-    if getattr(text, "num_experts_per_tok", None):
-        text.num_experts_per_tok = min(2, text.num_experts_per_tok)
-    if getattr(text, "n_group", None):
-        text.n_group = text.topk_group = 1
+    for name, largest in LARGEST.items():
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > largest:
+            setattr(text, name, largest)
     text.vocab_size = VOCABULARY
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         for part in (small, text):
