@@ -29,14 +29,7 @@ import numpy as np
 
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
-from telescope.inference.base import (
-    HEALTH_ROUTE,
-    Address,
-    GenerateRequest,
-    Generation,
-    LaunchCommand,
-    error_message,
-)
+from telescope.inference.base import HEALTH_ROUTE, Address, GenerateRequest, Generation, LaunchCommand, error_message
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.launch import hang_timeout, start_command
 from telescope.inference.vllm.start_log import FIRST_STAGE, start_failure, start_stage

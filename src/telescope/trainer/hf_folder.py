@@ -39,13 +39,11 @@ INDEX = "model.safetensors.index.json"
 PARTIAL = ".unfinished-"
 """Name prefix of an incomplete folder."""
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
 
 def write_model_folder(
     folder: Path,
     metas: Sequence[TensorMeta],
-    tensors: NamedTensors,
+    tensors: Iterable[tuple[str, torch.Tensor]],
     files: Mapping[str, bytes],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,

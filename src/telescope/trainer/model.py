@@ -12,10 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, register_attention

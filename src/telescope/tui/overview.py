@@ -132,10 +132,8 @@ def _activities(found: dict[str, Any], most: int | None) -> Table:
         table.add_row(f"step {found['step']}", newest)
     if now.get("num_slots"):
         counts = [f"{value:,} {words}" for name, words in COUNTS.items() if (value := now.get(f"num_{name}"))]
-        used, speed = (
-            f"{now['num_generating']} of {now['num_slots']} slots",
-            f"{now['tokens_per_second']:,.0f} tokens/s",
-        )
+        used = f"{now['num_generating']} of {now['num_slots']} slots"
+        speed = f"{now['tokens_per_second']:,.0f} tokens/s"
         table.add_row("rollouts", " · ".join((used, *counts, speed)))
     components = sorted((now.get("components") or {}).items())
     for name, doing in components[:most]:

@@ -110,13 +110,11 @@ def check_chat_parsers(config: TelescopeConfig) -> None:
             f"{asked_for}: vLLM could not list its parsers. {advice}. Its output:\n{done.stderr.strip()[-2000:]}"
         )
     known: dict[str, list[str]] = dict(zip(wanted, json.loads(done.stdout.strip().splitlines()[-1]), strict=True))
-    problems = []
-    for field, name in chosen.items():
-        names = known[field]
-        if name not in names:
-            problems.append(
-                f"{field} is {name!r}, which the installed vLLM does not have.{did_you_mean(name, names)} It has: "
-                f"{', '.join(names)}"
-            )
+    problems = [
+        f"{field} is {name!r}, which the installed vLLM does not have.{did_you_mean(name, known[field])} It has: "
+        f"{', '.join(known[field])}"
+        for field, name in chosen.items()
+        if name not in known[field]
+    ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -63,12 +63,10 @@ FP8_CAPABILITY = (8, 9)
 logger = logging.getLogger("vllm.telescope.weights")
 
 
-def is_not_about_rotary_tables(record: logging.LogRecord) -> bool:
-    """Returns False for vLLM's warning about missing rotary tables. It comes at every sync; no checkpoint has them."""
-    return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
-
-
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_not_about_rotary_tables)
+# The warning comes at every sync, because no checkpoint has rotary tables.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
+)
 
 
 def stores_failure(method: Callable[..., None]) -> Callable[..., None]:

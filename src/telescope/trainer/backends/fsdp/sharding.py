@@ -46,9 +46,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
     """Builds the sharded policy with its weights. Collective. Raises `UserError` for an unusable model."""
     dtype = DTYPES[config.model_dtype]
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     execution = choose_execution(config.model, config.max_model_len, trust_remote_code=config.trust_remote_code)
-    options |= {"attention": execution.attention}
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "attention": execution.attention}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
     causal_lm = load_causal_lm(config.model, dtype, with_weights=False, **options)
     if config.lora_rank:
