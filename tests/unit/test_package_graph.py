@@ -10,7 +10,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "telescope"
 LAYERS = (
-    ("__main__",), ("cli",), ("testing", "tui", "verify"), ("dashboard", "orchestrator"), ("cluster", "evals", "trackers"),
+    ("__main__",), ("cli",), ("testing", "tui", "verify"), ("dashboard", "orchestrator"),
+    ("cluster", "evals", "trackers"),
     ("rollout",), ("inference", "trainer"), ("record", "tiny_model", "weights"),
     ("algorithms", "environments", "health"), ("config",), ("sandbox",), ("utils",), ("errors",),
 )  # fmt: skip
