@@ -14,6 +14,8 @@ from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.sequence_exchange import ContextGroup, pad_row
 
+NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64}
+
 
 @dataclass(slots=True)
 class ModelInput:
@@ -102,6 +104,8 @@ def move(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.T
     """Copies an array to the device. On a GPU the copy is asynchronous and ordered before its readers."""
     # numpy copies, because Ray's object store returns read-only shared memory, and in this thread: torch would use
     # OpenMP threads for long rows, which take 10 ms to wake up on some hosts.
-    host = torch.empty(array.shape, dtype=dtype, pin_memory=device.type == "cuda")
-    np.copyto(host.numpy(), array)
-    return host.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return torch.from_numpy(array.astype(NUMPY_DTYPES[dtype]))
+    pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
