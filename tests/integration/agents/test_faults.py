@@ -206,8 +206,8 @@ async def asks_no_judge(context: RolloutContext) -> str:
     ("act", "message"),
     [
         *((raises(error), f"user code raised {type(error).__name__}") for error in (
-            Odd("x"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit(),
-            BaseExceptionGroup("some", [Odd("x")]))),
+            Odd("x"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit())),
+        (raises(BaseExceptionGroup("some", [Odd("x")])), "user code raised Odd: x"),
         (raises(RecursionError()), "RecursionError (test_faults.py:"),
         (generates([]), "malformed: it has no messages"),
         *((generates(prompt), "give a list of messages such as") for prompt in ("Hi", ["Hi"], {"role": "user"}, None)),
