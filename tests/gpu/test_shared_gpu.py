@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -56,9 +57,11 @@ def trainer_at_its_bound(config: TelescopeConfig) -> Iterator[None]:
     """This process allocates the share of a rank, with the same limit, and keeps freeing and allocating a part."""
     memory = torch.cuda.get_device_properties(0).total_memory
     share = trainer_share(config, memory)
+    gc.collect()  # what earlier tests of this process hold is not a trainer's
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(share / memory, 0)
     part = min(8 * GIB, share // 4)
-    kept = torch.empty(share - part - GIB // 4, dtype=torch.uint8, device="cuda")
+    kept = torch.empty(share - part - GIB // 4 - torch.cuda.memory_reserved(), dtype=torch.uint8, device="cuda")
     ended = threading.Event()
 
     def work() -> None:
