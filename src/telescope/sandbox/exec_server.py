@@ -17,6 +17,7 @@ import time
 from resource import RLIM_INFINITY, RLIMIT_CORE, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit, setrlimit
 
 FAILED, TIMED_OUT = -1, -2
+CANNOT_RUN = 126  # the exit code of shells for a command that they cannot start
 SIGKILL = 9  # importing the module signal takes some milliseconds
 LONGEST_ARGUMENT = 100_000  # in bytes; the kernel's limit is 128 KiB
 PIECE = 65536
@@ -79,7 +80,7 @@ class Command:
             except OSError as error:
                 posix.write(2, f"{error}\n".encode(errors="surrogateescape"))
             finally:
-                posix._exit(126)
+                posix._exit(CANNOT_RUN)
         for stream in self.streams:
             posix.close(stream.write_end)
         if len(script) == 1:
@@ -200,7 +201,8 @@ class Server:
                 self.reply(number, 0, (0, b""), (0, b""))
         except OSError as error:
             message = str(error).encode(errors="surrogateescape")
-            self.reply(number, FAILED, (0, b""), (len(message), message))
+            # Earlier commands may have used up a limit: that is a command that fails, not a sandbox.
+            self.reply(number, CANNOT_RUN if kind == b"exec" else FAILED, (0, b""), (len(message), message))
 
     def ended(self, command: Command) -> None:
         """Replies once a command's shell has exited. Later output of its daemons is read and dropped."""

@@ -453,11 +453,25 @@ def test_a_cancelled_command_is_killed(provider, box: SandboxHandle, run: Run):
     assert run("echo alive").stdout == "alive\n"
 
 
-def test_the_limit_of_processes_is_an_option(provider):
+FORK_BOMB = """
+import os, time
+while True:
+    try:
+        if os.fork() == 0:
+            time.sleep(98)
+    except OSError:
+        time.sleep(0.01)
+"""
+
+
+def test_the_limit_of_processes_is_an_option_and_a_command_beyond_it_fails(provider):
     handle = run_sync(provider.create(replace(SMALL, extra={"max_processes": 9})))
     try:
-        result = run_sync(provider.execute(handle, "for i in $(seq 30); do sleep 5 & done; jobs | wc -l"))
-        assert "Resource temporarily unavailable" in result.stderr
+        run_sync(provider.execute(handle, f"python3 -c '{FORK_BOMB}' > /dev/null 2>&1 &"))
+        deadline = time.monotonic() + 30
+        while (beyond := run_sync(provider.execute(handle, "true"))).exit_code == 0:
+            assert time.monotonic() < deadline, "the limit was never reached"
+        assert (beyond.exit_code, "limit of processes" in beyond.stderr) == (126, True)
     finally:
         run_sync(provider.destroy(handle))
 
