@@ -268,3 +268,9 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
 @both_forms
 def test_reading_ends_for_repeated_markup(unit, configured):
     assert len(read(unit * 20_000, configured)) <= 65
+
+
+@pytest.mark.parametrize("piece", ["a", "a ", ",a", '<|"|>'])
+def test_long_arguments_of_gemma_that_cannot_be_read_are_read_in_one_pass(piece):
+    (call,) = read(f"<|tool_call>call:write{{{piece * (90_000 // len(piece))}}}<tool_call|>")
+    assert "not valid JSON" in str(call.error)
