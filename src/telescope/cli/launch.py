@@ -103,9 +103,9 @@ def render(arguments: argparse.Namespace) -> str:
         raise ConfigError(
             "kuberay needs --image IMAGE, with Telescope, and --volume CLAIM, which is mounted for run_dir"
         )
-    for name, of_kind, pattern, forms in FORMS:
+    for name, of_kind, pattern, example in FORMS:
         if kind == of_kind and name in given and not re.fullmatch(pattern, given[name]):
-            raise ConfigError(f"--{name} is {given[name]!r}; {kind} needs a form such as {forms}")
+            raise ConfigError(f"--{name} is {given[name]!r}; {kind} needs a form such as {example}")
     run_dir = Path(folder).absolute()
     if arguments.volume and run_dir.parent == Path("/"):
         raise ConfigError(f"--volume is mounted at the parent of run_dir, {str(run_dir)!r}. Add --run-dir /shared/NAME")

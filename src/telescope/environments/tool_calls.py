@@ -45,7 +45,7 @@ MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
-_NAMESPACE = r"(?:\uff5cDSML\uff5c|\w{1,16}:)?"
+NAMESPACE = r"(?:\uff5cDSML\uff5c|\w{1,16}:)?"
 """Namespace of the tags of some families."""
 _TAG_OF_ELEMENTS = re.compile(r"<([^\s=<>]+)(?: name)?=")
 """The beginning of a call whose arguments are elements, and the name of its tag."""
@@ -54,7 +54,7 @@ _NAME = r"[^<>\s\[\](){}\"']"
 _DEEPSEEK_CALL, _DEEPSEEK_NAME = r"<\uff5ctool\u2581call\u2581begin\uff5c>", r"<\uff5ctool\u2581sep\uff5c>"
 _NAMED_OPENINGS = (
     rf"<function=({_NAME}{{0,200}})>",
-    rf"<{_NAMESPACE}invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
+    rf"<{NAMESPACE}invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
     rf"<\|tool_call>call:({_NAME}{{1,200}}+)",
     rf"to=functions\.({_NAME}{{1,200}}+)[^{{}}\[\]]{{0,100}}?<\|message\|>",
     rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
@@ -86,10 +86,10 @@ _GEMMA_TEXT_OR_KEY = re.compile(
 )
 # If another closing tag follows before any element begins, the first one is part of a value.
 _PARAMETER = re.compile(
-    rf"\s*<{_NAMESPACE}parameter(?:=(?P<name>[^<>\s]{{1,200}})|\ name=[\"']?(?P<named>[^<>\s\"']{{1,200}})[\"']?"
-    rf"(?:\ string=\"(?P<is_text>\w+)\")?)>(?(name)\n?)(?P<value>.*?)(?(name)\n?)</{_NAMESPACE}parameter>"
-    rf"(?=\s*(?:<{_NAMESPACE}parameter[=\ ]|</?{_NAMESPACE}(?:function|invoke)|</?tool_call>|\Z))"
-    rf"(?!(?:(?!<{_NAMESPACE}parameter[=\ ]).)*?</{_NAMESPACE}parameter>)",
+    rf"\s*<{NAMESPACE}parameter(?:=(?P<name>[^<>\s]{{1,200}})|\ name=[\"']?(?P<named>[^<>\s\"']{{1,200}})[\"']?"
+    rf"(?:\ string=\"(?P<is_text>\w+)\")?)>(?(name)\n?)(?P<value>.*?)(?(name)\n?)</{NAMESPACE}parameter>"
+    rf"(?=\s*(?:<{NAMESPACE}parameter[=\ ]|</?{NAMESPACE}(?:function|invoke)|</?tool_call>|\Z))"
+    rf"(?!(?:(?!<{NAMESPACE}parameter[=\ ]).)*?</{NAMESPACE}parameter>)",
     re.DOTALL,
 )
 _ARGUMENT = re.compile(
@@ -343,7 +343,7 @@ class _Scan:
         body = len(text) - len(text[inside:].lstrip())
         value: Any = {}
         problem, end = None, body
-        if tag and re.match(f"<{_NAMESPACE}parameter", text[body : body + 40]):
+        if tag and re.match(f"<{NAMESPACE}parameter", text[body : body + 40]):
             value, end = self._elements(_PARAMETER, name, body)
             if end == body:
                 problem = f"A parameter of {name} must be written <parameter=NAME>value</parameter>"

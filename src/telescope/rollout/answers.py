@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, answer_text
-from telescope.environments.tool_calls import Parameters, ToolCall, split_answer
+from telescope.environments.tool_calls import NAMESPACE, Parameters, ToolCall, split_answer
 from telescope.rollout.messages import parsed
 
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>", "invoke>", "<tool_call|>")
 """Endings of a complete call."""
 _AROUND_CALLS = re.compile(
-    r"</?(?:\w{1,16}:|\uff5cDSML\uff5c)?(?:tool|function)_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```"
+    rf"</?{NAMESPACE}(?:tool|function)_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```"
     r"|```\s*(?=<\uff5ctool)|\[[\s,;]*\]"
 )
 """Markup around calls that remains after they are removed."""
