@@ -195,13 +195,15 @@ class ScriptedWorker:
     def _report(self, orders: Orders) -> Report:
         report = Report(prompts=[(number, self._prompt(item)) for number, _, item in orders.prompts])
         for task in orders.groups:
-            for index, sample in task.samples.items():
-                self._running.append((task.key, index, sample))
+            for index, opened in task.samples.items():
+                self._running.append((task.key, index, opened))
                 report.running[task.key, index] = RunningSample(0, len(self._running), time.time(), 0)
         if orders.is_empty:
             for key, index, ended in [self._running.popleft() for _ in range(MANY_EVENTS)]:
                 report.samples.append((key, index, self._sample(ended)))
             report.rows = encode_rows(report.trajectories, set())
+            for sample in report.trajectories:
+                sample.fold()
         if len(self._running) >= MANY_EVENTS:
             self._has_enough.set()
         else:
@@ -216,9 +218,8 @@ class ScriptedWorker:
     def _sample(self, task: RolloutTask) -> Trajectory:
         made = self._groups[task.group_id % len(self._groups)].samples[task.sample_index]
         return replace(
-            made, sample_id=task.sample_id, group_id=task.group_id, environment=task.environment,
-            turns=[replace(turn, added_token_ids=[]) for turn in made.turns],
-        )  # fmt: skip
+            made, sample_id=task.sample_id, group_id=task.group_id, environment=task.environment, turns=list(made.turns)
+        )
 
 
 async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None = None) -> dict[str, Any]:
