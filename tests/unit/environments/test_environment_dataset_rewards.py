@@ -64,15 +64,32 @@ def test_a_judge_that_fails_masks_and_never_scores_zero(rows, monkeypatch):
 def test_code_runs_against_the_tests_of_its_row(tmp_path):
     pairs = [{"input": "1 2", "output": "3"}, {"input": "4 5", "output": "9"}]
     adds = {"question": "Add.", "tests": pairs}
+    head, check = (
+        "def add(a, b):\n    '''Add.'''\n",
+        "def check(f):\n    for n in range(3):\n        assert f(n, 1) == n + 1\n",
+    )
+    human = {"prompt": head, "canonical_solution": "    return a + b\n", "test": check, "entry_point": "add"}
+    mbpp = {"text": "Add.", "code": "def add(a, b):\n    return a + b", "test_setup_code": "from operator import eq"}
+    mbpp["test_list"] = ["assert eq(add(1, 2), 3)", "assert add(2, 2) == 4"]  # type: ignore[assignment]
     adds_json = {"question": "Add.", "info": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}
     for rows, answer, expected in (
         ([adds], "print(sum(map(int, input().split())))", 1.0),
         ([adds], "print(3)", 0.0),
         ([adds_json], "print(3)", 1.0),
+        ([human], "    return a + b", 1.0),
+        ([human], "def add(x, y):\n    return x + y", 1.0),
+        ([human], "    return a - b", 0.0),
+        ([human], "raise SystemExit", 0.0),
+        ([mbpp], mbpp["code"], 1.0),
+        ([mbpp], "def add(a, b):\n    return 3", 0.0),
         ([own_rows()[0]], own_rows()[0]["solution"], 1.0),
     ):
         environment = made(write(tmp_path / "rows.jsonl", rows), reward="code", code={"pool_size": 1})
-        assert "```python" in environment.build_messages(environment.get_sample(0).prompt)[0]["content"]
+        assert "```python" in (asked := environment.build_messages(environment.get_sample(0).prompt)[0]["content"])
+        shown = f"this function:\n\n{head}" if rows == [human] else "assert eq(add(1, 2), 3)"
+        assert asked.endswith(rows[0].get("question") or shown)
+        for solution in environment.solution(environment.get_sample(0)):
+            assert reward_of(environment, solution)["reward"] == 1
         reward = reward_of(environment, f"So:\n```python\n{answer}\n```")
         assert (reward["reward"], reward["code"], reward["passed"]) == (expected,) * 3
     assert reward["num_test_cases"] == 8

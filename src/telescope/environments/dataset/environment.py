@@ -21,6 +21,7 @@ from telescope.environments.dataset.rows import (
     GSM8K,
     choose_columns,
     list_columns,
+    read_assertions,
     read_criteria,
     read_row,
     value_of,
@@ -48,6 +49,8 @@ _INSTRUCTIONS = {"math": math_problems.INSTRUCTION_PROMPT, "exact": TAGS_PROMPT,
 _ASKS_FOR_A_FORM = re.compile(r"boxed|fbox|####|<answer>|answer\W{0,4}:|```", re.IGNORECASE)
 _TESTS_KEY = "_tests"
 """Key of a sample's metadata with the tests of `reward: code`."""
+_RUN_TEST = "\n\ndef _run_test(test, code):\n    exec(test, globals())\n    return code\n"
+"""Follows the program in an answer if its row's tests are assertions."""
 _UNSET: Any = object()
 
 
@@ -180,7 +183,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                 _refuse_surrogates([messages, golds])
                 if self._judges:
                     self._criteria_of(row)
-                row = row | self._read_tests(row, tests, number)
+                messages, read = self._read_tests(row, tests, number, messages)
+                row = row | read
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} ({columns_used}): {error}")
                 continue
@@ -210,11 +214,18 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         value = value_of(row, self.criteria) if isinstance(self.criteria, str) else None
         return read_criteria(self.criteria if value is None else value)
 
-    def _read_tests(self, row: dict[str, Any], column: str | None, number: int) -> dict[str, Any]:
+    def _read_tests(self, row: dict[str, Any], column: str | None, number: int, prompt: Any) -> tuple[Any, Any]:
+        """Returns the prompt, which says how the answer is tested, and the row's tests as metadata."""
         if self._code is None or column is None:
-            return {}
+            return prompt, {}
+        tests, rng = value_of(row, column), random.Random(number)
+        assertions, head, prompt = read_assertions(row, tests, prompt) or (None, "", prompt)
+        if assertions:  # a test that passes returns a text that the answer does not know
+            codes = [rng.randbytes(16).hex() for _ in assertions]
+            tests = {"inputs": list(zip(assertions, codes, strict=True)), "outputs": codes, "fn_name": "_run_test"}
         most = (self._code._load_arguments or {}).get("max_num_tests", 15)
-        return {_TESTS_KEY: read_tests(value_of(row, column), most, random.Random(number))}
+        around = {"before": head, "after": _RUN_TEST} if assertions else {}
+        return prompt, {_TESTS_KEY: read_tests(tests, most, rng) | around}
 
     async def _run_tests(self, text: str, sample: Sample, result: RewardResult) -> float:
         """Returns 1 if the program in an answer passes its row's tests, else 0. Adds the tests' metrics and notes."""
@@ -269,7 +280,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
 
     def solution(self, sample: Sample) -> list[str]:
-        program = self._code is not None and (sample.metadata.get("solution") or sample.answer)
+        row = sample.metadata  # the answer lacks the indentation of HumanEval's solutions
+        program = self._code is not None and (row.get("solution") or row.get("canonical_solution") or sample.answer)
         return [f"```python\n{program}\n```"] if program else []
 
     def cheats(self, sample: Sample) -> dict[str, str]:

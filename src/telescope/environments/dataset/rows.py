@@ -13,7 +13,7 @@ from telescope.environments.base import ChatMessage
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
-PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations")
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
 CHOICES = ("choices", "options")
 ANSWERS = (
     "reward_model.ground_truth",
@@ -25,8 +25,11 @@ ANSWERS = (
     "target",
     "output",
     "answerKey",
+    "canonical_solution",
+    "code",
 )
-TESTS = ("tests", "info", "input_output", "reward_model.ground_truth", "ground_truth")
+TESTS = ("tests", "info", "input_output", "reward_model.ground_truth", "ground_truth", "test_list", "test")
+ASSERTIONS = {"test": "rows of HumanEval", "test_list": "rows of MBPP"}
 GSM8K = "rows of GSM8K"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -159,6 +162,22 @@ def read_criteria(value: Any) -> dict[str, float]:
     return found
 
 
+def read_assertions(row: dict[str, Any], tests: Any, prompt: Any) -> tuple[list[str], str, str] | None:
+    """Returns the tests of a row of HumanEval or MBPP as programs, what precedes the answer, and the prompt.
+
+    The head of a function precedes the answer, which thereby may be its body or all of it. None for other rows.
+    """
+    if isinstance(tests, str) and "def check(" in tests and (entry := row.get("entry_point")):
+        is_head = isinstance(prompt, str) and f"def {entry}(" in prompt
+        head = f"{prompt}\n" if is_head else ""
+        return [f"{tests}\ncheck({entry})"], head, f"Complete this function:\n\n{prompt}" if is_head else prompt
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        return None
+    setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])])
+    shown = f"{prompt}\n\nThe code must pass tests such as: {tests[0]}"
+    return [f"{setup}\n{test}" for test in tests], "", shown if isinstance(prompt, str) else prompt
+
+
 def value_of(row: dict[str, Any], column: str) -> Any:
     """Returns the value of a column, or of a field in it (`reward_model.ground_truth`). None if it is missing."""
     value: Any = row
@@ -224,4 +243,6 @@ def choose_columns(
         form = "rows of these columns"
     elif gold == "reward_model.ground_truth":
         form = "rows of verl"
+    elif tests in ASSERTIONS:
+        form = ASSERTIONS[tests]
     return form, chosen, gold, tests

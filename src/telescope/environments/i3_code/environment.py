@@ -189,7 +189,7 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         folder, provider = f"/tmp/{secrets.token_hex(8)}", self.sandboxes.provider
         job = {
             "nonce": nonce,
-            "program": program,
+            "program": f"{tests.get('before', '')}{program}{tests.get('after', '')}",
             "function": tests.get("fn_name"),
             "tests": tests["inputs"],
             "seconds": self.timeout_per_test,
