@@ -83,10 +83,12 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
 
             rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
         elif file.suffix in (".csv", ".tsv"):
-            lines = io.StringIO(file.read_bytes().decode("utf-8-sig"), newline="")
-            rows = csv.DictReader(lines, delimiter="," if file.suffix == ".csv" else "\t")
+            text = _decode(file, file.read_bytes())
+            header = text.partition("\n")[0]
+            delimiter = max(",;\t" if file.suffix == ".csv" else "\t;,", key=header.count)  # the first if none occurs
+            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         elif file.suffix == ".json":
-            rows = json.loads(file.read_text(encoding="utf-8-sig"))
+            rows = json.loads(_decode(file, file.read_bytes()))
             if isinstance(rows, dict) and split in rows:
                 rows, split = rows[split], None
             if not isinstance(rows, list):
@@ -118,10 +120,21 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
+    with file.open("rb") as lines:
+        for number, encoded in enumerate(lines, 1):
+            if line := _decode(file, encoded, f"line {number}, ").strip():
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"line {number} is not JSON ({error}): {line.strip()[:60]!r}") from None
+                    raise ValueError(f"line {number} is not JSON ({error}): {line[:60]!r}") from None
+
+
+def _decode(file: Path, encoded: bytes, place: str = "") -> str:
+    try:
+        return encoded.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if encoded[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
+        raise ValueError(
+            f"{place}byte {error.start} is {encoded[error.start]:#04x}, which is not UTF-8. Convert the file, for "
+            f"example with: iconv -f {encoding} -t UTF-8 {file} > utf8_{file.name}"
+        ) from None

@@ -102,6 +102,10 @@ def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, mon
     assert made(write(tmp_path / "rows.csv", [GSM8K])).get_sample(0).answer == "1,072"
     (tmp_path / "lines.csv").write_text('question,answer\n"a\u2028b\nc",4\n')
     assert made(str(tmp_path / "lines.csv")).get_sample(0).prompt == "a\u2028b\nc"
+    for name, text in (("rows.csv", "question;answer\n1,0+1?;2,0\n"), ("rows.tsv", "question\tanswer\n1,0+1?\t2,0\n")):
+        (tmp_path / name).write_text(text)
+        sample = made(str(tmp_path / name), reward="exact").get_sample(0)
+        assert (sample.prompt, sample.answer) == ("1,0+1?", "2,0")
     hub = serve_rows(monkeypatch, lambda *_: [GSM8K])
     assert made("openai/gsm8k", subset="main", split="test").get_sample(0).answer == "1,072"
     assert hub.requested == [("openai/gsm8k", "main", "test")]
@@ -321,6 +325,9 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
         ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
         ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
         ({"path": "more.csv"}, r"row 0 of more.csv has more fields than the header, the last '1001'"),
+        ({"path": "latin.csv"}, r"byte 16 is 0xe9, which is not UTF-8.* iconv -f WINDOWS-1252 -t UTF-8 latin.csv"),
+        ({"path": "latin.jsonl"}, r"line 2, byte 14 is 0xe9, which is not UTF-8"),
+        ({"path": "wide.tsv"}, r"byte 0 is 0xff, .* iconv -f UTF-16 -t UTF-8 wide.tsv"),
         ({"path": "fields.jsonl"}, r"The answer \{'value': 5\} has fields. Name one, as in answer: column.value"),
         ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
         ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
@@ -337,6 +344,8 @@ def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, k
         "notes.txt": "1", "other.jsonl": '{"a": "1", "b": 2}', "broken.jsonl": '{"a": 1}\n{"a": ', "list.jsonl": "[1]",
         "splits.json": '{"test": [], "dev": []}', "broken.parquet": "1", "empty.jsonl": "",
         "more.csv": "question,answer\nWhat is 1,000+1?,1001\n",
+        "latin.csv": "question,answer\n\xe9?,1\n", "wide.tsv": "\xff\xfeq\0",
+        "latin.jsonl": '{"a": 1}\n{"question": "\xe9"}',
         "fields.jsonl": '{"question": "?", "answer": {"value": 5}}',
     }  # fmt: skip
     texts["deep.jsonl"], texts["head.csv"] = "[" * 100_000, "question,answer\n"
@@ -344,7 +353,7 @@ def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, k
         "def compute_score(data_source, solution_str, ground_truth): ...\ndef single(completion): ...\n"
     )
     if (name := kwargs.get("path")) in texts:
-        (folder / name).write_text(texts[name])
+        (folder / name).write_bytes(texts[name].encode("latin-1"))
     with pytest.raises(UserError, match=message) as raised:
         len(get_environment("dataset", **kwargs))
     assert "\n" not in str(raised.value)
