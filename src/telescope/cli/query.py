@@ -68,7 +68,7 @@ def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
         return [Run(name) for name in dict.fromkeys(wanted)]
     runs, where = runs_in(root), ", ".join(map(str, folders_of_runs(root)))
     if not runs:
-        named = f"{wanted[0][:LONGEST_ERROR]!r} is not a run. " if wanted else ""
+        named = f"{_why_no_run(wanted[0][:LONGEST_ERROR])} " if wanted else ""
         raise UserError(f"{named}No runs in {where!r}. Set --root to the folder of the runs, or name that of one run.")
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
@@ -88,7 +88,14 @@ def _choose(name: str, runs: list[Run]) -> Run:
         labels = ", ".join(run.label for run in matching)
         raise UserError(f"{len(matching)} runs have the name {name!r}. Use one of the folders: {labels}.")
     known = sorted({LATEST} | {run.label for run in runs} | {run.info.name for run in runs if run.info})
-    raise UserError(f"There is no run {name!r}.{did_you_mean(name, known)} `telescope runs` lists them.")
+    hint = did_you_mean(Path(name).name, known)
+    raise UserError(f"{_why_no_run(name[:LONGEST_ERROR])}{hint} `telescope runs` lists the runs.")
+
+
+def _why_no_run(name: str) -> str:
+    if Path(name).exists():
+        return f"{name!r} is not a run: it has neither run.json nor tables/."
+    return f"The folder {name!r} does not exist." if "/" in name else f"There is no run {name!r}."
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:

@@ -29,7 +29,7 @@ NUM_PORTS = 100  # number of ports that are tried, beginning with the wanted por
 
 LAST_PORT = 65_535
 
-PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
+PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?(?!\.)([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
 """Matches a W&B project or its address in a browser."""
 
 CLOSE_SECONDS = 1  # How long running requests may take after Ctrl-C. Open pages reconnect by themselves.

@@ -146,7 +146,7 @@ def test_latest_names_the_run_that_it_is(ask, root):
 
 def test_a_name_is_in_the_message_where_no_runs_are(tmp_path, capsys):
     assert main(["query", "SELECT 1", "--run", "data/a.jsonl", "--root", str(tmp_path)]) == 2
-    assert "'data/a.jsonl' is not a run. No runs in" in capsys.readouterr().err
+    assert "The folder 'data/a.jsonl' does not exist. No runs in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [("query", "SELECT DISTINCT run FROM steps"), ("runs",)])
@@ -181,6 +181,8 @@ def test_several_runs_are_compared(ask):
         (("SELECT 1", "--run", "demo"), ["2 runs have the name 'demo'", "first, second"]),
         (("SELECT 1", "--run", "thrid"), ["no run 'thrid'", "Did you mean 'third'?"]),
         (("SELECT 1", "--run", "latst"), ["no run 'latst'", "Did you mean 'latest'?"]),
+        (("SELECT 1", "--run", "./thrid"), ["The folder './thrid' does not exist.", "Did you mean 'third'?"]),
+        (("SELECT 1", "--run", "/"), ["'/' is not a run: it has neither run.json nor tables/"]),
         (("SELECT reward FROM steps",), ["no column 'reward'", "reward_mean"]),
         (("SELECT * FROM step",), ["no table 'step'", "Did you mean 'steps'?"]),
         (("DROP VIEW steps",), ["read-only"]),

@@ -296,8 +296,9 @@ def test_a_taken_port_leads_to_the_next_free_one():
 def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_path):
     with pytest.raises(UserError, match="is not an address of this machine"):
         listen("192.0.2.1", 8005)
-    with pytest.raises(UserError, match="is neither a folder nor a W&B project"):
-        choose_places([str(tmp_path / "gone")], None)
+    for gone in (str(tmp_path / "gone"), "./gone", "../gone"):
+        with pytest.raises(UserError, match="is neither a folder nor a W&B project"):
+            choose_places([gone], None)
     assert address("127.0.0.1", 8005, None) == "http://localhost:8005/"
     assert address("::1", 8005, "secret") == "http://[::1]:8005/?token=secret"
     assert address("127.0.0.1", 8005, None, "a~b c") == "http://localhost:8005/#/a~b%20c/overview"
