@@ -328,3 +328,15 @@ def test_help_lists_every_field_by_section(train):
     assert "imported: []" in result.out
     for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "Every field is a flag"):
         assert word in result.out
+
+
+@pytest.mark.parametrize("arguments", [["runs", "--root"], ["--help"], ["config", "explain", "learning_rate"]])
+def test_a_closed_pipe_ends_a_command_quietly(arguments, tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    command = [sys.executable, "-m", "telescope", *arguments, *[str(tmp_path)] * ("--root" in arguments)]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")

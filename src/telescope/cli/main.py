@@ -57,7 +57,17 @@ EXIT_BAD_INPUT = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code. `argv` defaults to the arguments of the process."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = 0
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)
+    except BrokenPipeError:  # the reader of the output (`head`, a pager) has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
+        sys.stderr.close()
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except (UserError, RunError) as error:
@@ -66,16 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the output (`head`, a pager) has exited.
-        sys.stderr.close()
-        return 0
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # for an argument that may be the path or name of a run
             raise
         print(f"telescope: {str(error)[:LONGEST_ERROR]}. Give the path of a file that exists", file=sys.stderr)
         return EXIT_BAD_INPUT
     except SystemExit as exit_request:  # raised by argparse after it has printed its message
+        if isinstance(exit_request.__context__, BrokenPipeError):  # raised by rich
+            raise exit_request.__context__ from None
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
 
 
