@@ -160,6 +160,8 @@ def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
     ("line", "problem"),
     [
         ("FROM", "index out of range"), ('ENV A="b', "No closing quotation"), ("COPY no* /app/", "has no no*"),
+        ("COPY ../.. /app/", "../.. is outside environment/"),
+        ("ADD ../tests /app/", "../tests is outside environment/"),
         ("RUN <<EOF", "need a build"), ("COPY --from=build /x /y", "need a build"), ("RUN [echo]", "Expecting value"),
     ],
 )  # fmt: skip
@@ -172,6 +174,22 @@ def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path, line
     with pytest.raises(UserError) as raised:
         len(get_environment("terminal_tasks", tasks=str(tmp_path)))
     assert repr(line) in str(raised.value) and problem in str(raised.value)
+
+
+def test_a_link_out_of_the_folder_of_a_task_is_refused(tmp_path):
+    for name, text in {
+        "task.toml": "",
+        "instruction.md": "Go.",
+        "tests/test.sh": "exit 0",
+        "environment/a": "A",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "environment" / "b").symlink_to("a")
+    assert len(get_environment("terminal_tasks", tasks=str(tmp_path))) == 1
+    (tmp_path / "environment" / "etc").symlink_to("/etc")
+    with pytest.raises(UserError, match=r"environment/etc of the task .* is a link to /etc, outside the folder"):
+        len(get_environment("terminal_tasks", tasks=str(tmp_path)))
 
 
 @pytest.fixture

@@ -71,6 +71,12 @@ def _read_task(folder: Path) -> Task:
     for needed in ("instruction.md", "tests/test.sh"):
         if not (folder / needed).is_file() or not (folder / needed).stat().st_size:
             raise UserError(f"terminal_tasks: the task {folder.name!r} has no {needed}, or an empty one.")
+    for path in (path for name in ("environment", "tests", "solution") for path in (folder / name).rglob("*")):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"terminal_tasks: {path.relative_to(folder)} of the task {folder.name!r} is a link to "
+                f"{path.resolve()}, outside the folder of the task. Put the file itself there."
+            )
     try:
         table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         seconds = float(table.get("verifier", {}).get("timeout_sec", 60.0))
@@ -123,6 +129,8 @@ def _carry_out(task: Task, folder: Path, line: str) -> None:
             if not all(found):
                 raise ValueError(f"environment/ has no {sources[found.index([])]}")
             for source in [folder / name for names in found for name in names]:
+                if not source.resolve().is_relative_to(folder.resolve()):
+                    raise ValueError(f"{source.relative_to(folder)} is outside environment/, so put it there")
                 many = len(sources) > 1 or len(found[0]) > 1 or source.is_dir() or place.endswith("/")
                 name = "" if not many or source.is_dir() else f"/{source.name}"
                 task.set_up += _upload(source, place.rstrip("/") + name)
