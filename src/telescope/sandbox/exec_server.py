@@ -1,7 +1,7 @@
 """Runs commands inside a sandbox. `sandbox.local` passes this file, compiled, to a Python interpreter there.
 
-It has one thread and few imports, because imports delay the start of a sandbox. When its inherited socket closes, it
-exits, which ends every process of the sandbox.
+It has one thread and few imports, because imports delay the start of a sandbox. It is process 1 of the sandbox, which
+`kill -9 -1` inside does not reach. When its inherited socket closes, it exits, which ends every process of the sandbox.
 
 A request is a frame (request number and length, 4 bytes each) with fields separated by NUL: `exec`, time limit, folder,
 command, variables; `stop`, number of the command; `write`, path, content; `read`, path, maximum size; `relay`, socket
@@ -22,7 +22,7 @@ SIGKILL = 9  # importing the module signal takes some milliseconds
 LONGEST_ARGUMENT = 100_000  # in bytes; the kernel's limit is 128 KiB
 PIECE = 65536
 MARK = b"TELESCOPE_COMMAND="
-LONGEST_WAIT_MS = 1e6  # poll takes at most 2^31
+LONGEST_WAIT_MS = 1000  # while commands run, orphans are reaped this often
 
 
 class Stream:
@@ -91,10 +91,11 @@ class Command:
             raise OSError("the sandbox has reached its limit of processes (max_processes)")
         self.process = posix.pidfd_open(self.pid)
 
-    def kill(self) -> None:
+    def kill(self, shells: set[int]) -> None:
         """Kills the command and every process that it started, also outside its session.
 
-        An orphan that hid its mark counts as the command's if it started later than the command.
+        An orphan that hid its mark counts as the command's if it started later than the command. `shells` are the
+        processes of all commands, which are children of this process as orphans are.
         """
         for _ in range(50):  # repeats, because one may fork while the others are killed
             tree = {self.pid}
@@ -107,7 +108,7 @@ class Command:
                         fields = file.read().rpartition(b")")[2].split()
                 except OSError:  # it has ended
                     continue
-                if fields[0] == b"Z" or pid in (1, posix.getpid()):
+                if fields[0] == b"Z" or pid == 1 or pid in shells - {self.pid}:
                     continue
                 try:
                     with open(f"/proc/{pid}/environ", "rb") as file:
@@ -137,6 +138,7 @@ class Server:
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
         self.commands: dict[int, Command] = {}  # by file descriptor of the process
+        self.statuses: dict[int, int] = {}  # of shells that `reap` found, by process
         self.streams: dict[int, Stream] = {}  # by file descriptor, daemons included
 
     def receive(self, length: int) -> bytes:
@@ -175,7 +177,7 @@ class Server:
             elif kind == b"stop":
                 for command in self.commands.values():
                     if command.number == int(body):
-                        command.kill()
+                        command.kill(self.shells())
             elif kind == b"write":
                 path, content = body.split(b"\0", 1)
                 for end, character in enumerate(path[1:], 1):
@@ -204,9 +206,23 @@ class Server:
             # Earlier commands may have used up a limit: that is a command that fails, not a sandbox.
             self.reply(number, CANNOT_RUN if kind == b"exec" else FAILED, (0, b""), (len(message), message))
 
+    def shells(self) -> set[int]:
+        return {command.pid for command in self.commands.values()}
+
+    def reap(self) -> None:
+        """Reaps orphans, which are children of process 1. Keeps the status of shells for `ended`."""
+        try:
+            while (found := posix.waitpid(-1, posix.WNOHANG))[0]:
+                if found[0] in self.shells():
+                    self.statuses[found[0]] = found[1]
+        except ChildProcessError:
+            pass
+
     def ended(self, command: Command) -> None:
         """Replies once a command's shell has exited. Later output of its daemons is read and dropped."""
-        _, status = posix.waitpid(command.pid, 0)
+        if command.pid not in self.statuses:
+            self.statuses[command.pid] = posix.waitpid(command.pid, 0)[1]
+        status = self.statuses.pop(command.pid)
         self.poll.unregister(command.process)
         posix.close(command.process)
         del self.commands[command.process]
@@ -228,6 +244,7 @@ class Server:
     def run(self) -> None:
         """Serves until the socket closes."""
         while True:
+            self.reap()
             now = time.monotonic()
             waits = [command.deadline - now for command in self.commands.values() if not command.timed_out]
             for descriptor, _ in self.poll.poll(min(max(0, min(waits)) * 1000 + 1, LONGEST_WAIT_MS) if waits else None):
@@ -240,7 +257,7 @@ class Server:
             for command in self.commands.values():
                 if not command.timed_out and time.monotonic() >= command.deadline:
                     command.timed_out = True
-                    command.kill()
+                    command.kill(self.shells())
 
 
 def relay(path: bytes, port: int, descriptor: int) -> None:

@@ -219,7 +219,7 @@ class LocalSandboxProvider(SandboxProvider):
             user = UNPRIVILEGED_USER
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
-            "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
+            "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox",
             "--size", str(disk), "--tmpfs", "/", "--ro-bind", str(root / "usr"), "/usr",
         ]  # fmt: skip
         for folder in SYSTEM_FOLDERS:

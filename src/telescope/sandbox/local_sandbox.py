@@ -80,7 +80,7 @@ class LocalSandbox:
         await self._replies[0]
         if self._cgroup is not None:  # the server, which may have been forked before that move
             try:
-                self._cgroup.add(_child(_child(self._process.pid)))
+                self._cgroup.add(_child(self._process.pid))
             except (OSError, ValueError) as error:
                 raise SandboxNotRunningError(f"the sandbox {self.name!r} ended while it started: {error}") from error
         del self._replies[0]
@@ -146,10 +146,10 @@ class LocalSandbox:
                 await asyncio.to_thread(kill_marked, self.name.encode())
             assert self._process.stderr is not None
             self._process.stderr.close()
+        if self._writer is not None:
+            self._writer.close()  # ends a server that is not tied to bubblewrap yet
         if self._reading is not None:
             await asyncio.wait({self._reading})
-        if self._writer is not None:
-            self._writer.close()
         if self._cgroup is not None:
             await asyncio.to_thread(self._cgroup.remove)
 
