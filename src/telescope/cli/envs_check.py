@@ -51,6 +51,9 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
         if problem := trial.problem:
             label = f"environment {spec.identity!r}, item {trial.item}: "
             failed.setdefault(problem.removeprefix(label), []).append(f"{trial.name}, item {trial.item}")
+    for name in sorted(_unchecked(trials)):
+        why = next(trial.trajectory.failure_message for trial in trials if trial.name == name)
+        failed.setdefault(f"not checked, because each of its samples was masked: {why}", []).append(name)
     problems = [
         f"{names[0]}{f' and {len(names) - 1} other trials' if len(names) > 1 else ''}: {problem}."
         for problem, names in failed.items()
@@ -123,12 +126,19 @@ def _tree(trial: Trial) -> Tree:
     return top
 
 
+def _unchecked(trials: list[Trial]) -> set[str]:
+    """Returns the names of cheats that no reward was computed for."""
+    return {trial.name for trial in trials} - {t.name for t in trials if t.reward is not None or t.problem}
+
+
 def _table(trials: list[Trial]) -> Table:
     table = Table("answer", "reward", "", box=None, pad_edge=False)
     for name in dict.fromkeys(trial.name for trial in trials):
         named = [trial for trial in trials if trial.name == name]
         rewards = dict.fromkeys(_shown(trial.reward) for trial in named)
         verdict = Text("FAILED", style="red") if any(trial.problem for trial in named) else Text("ok", style="green")
+        if name in _unchecked(trials):
+            verdict = Text("not checked", style="red")
         table.add_row(name, ", ".join(rewards), verdict)
     return table
 

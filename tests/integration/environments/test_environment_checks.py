@@ -145,6 +145,20 @@ def test_a_bug_that_fails_every_trial_is_printed_once(capsys, tmp_path):
     assert "own: reference solution, item 0 and 3 other trials: rollout failed: AttributeError" in err
 
 
+def test_a_cheat_whose_samples_are_all_masked_is_not_checked(capsys, tmp_path):
+    masking = f"""{BODY}
+    def compute_reward(self, completion, sample, eos_token=""):
+        from telescope.errors import InfrastructureError
+        if sample.answer not in completion:
+            raise InfrastructureError("the judge is away")
+        return RewardResult(float("<answer>" in completion))
+"""
+    code, out, err = check(capsys, "own", *write(tmp_path, masking))
+    assert code == 1 and "none (masked)" in out and out.count("not checked") == 2, out
+    assert "own: empty answer and 1 other trials: not checked, because each of its samples was masked: " in err
+    assert "the judge is away" in err and "FAILED" not in out
+
+
 def test_a_program_that_fails_without_a_call_is_named_with_its_output(capsys, tmp_path):
     failing = f"""{BODY}
     async def rollout(self, sample, context):
