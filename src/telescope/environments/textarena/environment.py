@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -57,11 +59,22 @@ class TextArena(Environment):
         if f"{self.task}-raw" not in ENV_REGISTRY:
             hint = did_you_mean(self.task, [name for name in ENV_REGISTRY if not name.endswith("-raw")])
             raise UserError(f"textarena has no game {self.task!r}.{hint} Its games are textarena.envs.registration.")
+        given = f"players: {self.players or 'null'}, options: {dict(self.options)}"
         for players in (self.players,) if self.players else range(1, 16):
             self.players = players
-            with contextlib.suppress(AssertionError, ValueError):  # raised for a wrong number of players
+            try:
                 Game(self, seed)
                 break
+            except (AssertionError, ValueError, TypeError) as error:  # of wrong players or options
+                problem = " ".join(str(error).split())
+        else:
+            spec = ENV_REGISTRY[f"{self.task}-raw"]
+            module, name = str(spec.entry_point).split(":")
+            options = ", ".join(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+            raise UserError(
+                f"The game {self.task!r} refuses {given}: {problem}. Correct them. "
+                f"Its options are: {options or 'none'}."
+            )
         if self.opponent is not None and self.players < 2:
             raise UserError(f"The game {self.task!r} has one player; leave out opponent.")
         seeds = range(seed, seed + (size if num_samples < 0 else min(num_samples, size)))
