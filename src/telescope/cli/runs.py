@@ -17,6 +17,7 @@ from rich.text import Text
 
 from telescope.cli.main import CommandParser
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
+from telescope.record.run_info import STATUS_WORDS
 from telescope.utils.text import plain, user_path
 
 DEFAULT_ROOT = Path("runs")  # folder of the runs, unless `run_dir` is set
@@ -31,8 +32,8 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="telescope runs",
         description="List the runs in a folder, newest first: status, steps (of how many), mean reward of the first "
-        "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run is dead if its "
-        "process exited without writing an end.",
+        "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run stopped "
+        "unexpectedly if its process exited without writing an end; --json calls it dead.",
     )
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
@@ -117,7 +118,7 @@ def as_table(summaries: list[RunSummary]) -> Table:
     for summary in summaries:
         table.add_row(
             Text(plain(summary.name)),
-            Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
+            Text(STATUS_WORDS.get(summary.status, summary.status), style=_STATUS_STYLES.get(summary.status, "")),
             "-" if summary.started_at is None else f"{datetime.fromtimestamp(summary.started_at):%Y-%m-%d %H:%M}",
             # The total is left out when all steps are finished.
             str(summary.steps)

@@ -76,6 +76,10 @@ def next_attempt(run_dir: Path | str) -> int:
     return 1 if info is None else info.attempt + 1
 
 
+STATUS_WORDS = {"live": "training", "dead": "stopped unexpectedly"}
+"""What people read for a status that `status_now` returns, if it is another word; as in dashboard/src/format.ts."""
+
+
 def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
     """Returns the current status of a run: `live`, `dead`, how it ended, or `unknown` without a readable `run.json`."""
     if info is None:

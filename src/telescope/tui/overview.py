@@ -19,6 +19,7 @@ from telescope.dashboard.registry import Registry
 from telescope.dashboard.runs import eval_points, health_of, run_info
 from telescope.health import rules
 from telescope.health.rules import EvalPoint
+from telescope.record.run_info import STATUS_WORDS
 from telescope.tui.text import clock, number, safe
 from telescope.utils.text import pluralize, single_line
 
@@ -78,11 +79,11 @@ def draw(found: dict[str, Any], width: int, height: int | None = None) -> Render
         parts += [Text(), _health(found, width, most)]
     if (activities := _activities(found, most)).row_count:
         parts += [Text(), activities]
-    return Group(*parts, Text(), *_alerts(health["alerts"], most), Text(), _facts(about))
+    return Group(*parts, Text(), *_alerts(health["alerts"], most, about["info"]["live"]), Text(), _facts(about))
 
 
 def _progress(progress: dict[str, Any], run: dict[str, Any], now: dict[str, Any]) -> RenderableType:
-    words = {"live": "training", "dead": "its process is gone"}.get(run["status"], run["status"])
+    words = STATUS_WORDS.get(run["status"], run["status"])
     phase = Text(single_line(now.get("phase")) or words, "green" if run["live"] else "bold")
     duration = time.time() - run["started_at"] if run["live"] and run["started_at"] else run["duration"]
     left = f"  {clock(progress['seconds_left'])} left" if progress["seconds_left"] is not None else ""
@@ -143,11 +144,12 @@ def _activities(found: dict[str, Any], most: int | None) -> Table:
     return table
 
 
-def _alerts(alerts: list[dict[str, Any]], most: int | None) -> list[RenderableType]:
+def _alerts(alerts: list[dict[str, Any]], most: int | None, live: bool) -> list[RenderableType]:
     unresolved = [alert for alert in alerts if not alert["resolved"]]
     resolved = [alert for alert in alerts if alert["resolved"] and alert["level"] != "info"]
     notices = [alert for alert in alerts if alert["level"] == "info"]
-    named = {"open": unresolved, "resolved": resolved, "notice" if len(notices) == 1 else "notices": notices}
+    named = {"open": unresolved, "resolved": resolved} if live else {"closed": unresolved + resolved}
+    named["notice" if len(notices) == 1 else "notices"] = notices
     counts = [f"{len(some)} {word}" for word, some in named.items() if some]
     out: list[RenderableType] = [Text.assemble(("Alerts  ", "bold"), (", ".join(counts) or "none", "dim"))]
     for alert in unresolved:

@@ -62,7 +62,7 @@ def test_a_run_shows_its_progress_and_its_first_accuracy_before_it_ends(capsys, 
         recorder.flush()
         assert main(["runs", "--root", str(tmp_path)]) == 0
         out = capsys.readouterr().out
-    assert "live" in out and " 1/60 " in out and "0.25 -> -" in out
+    assert "training" in out and " 1/60 " in out and "0.25 -> -" in out
 
 
 DUMP = "RayTaskError(EngineStartError): \x1b[36mray::InferenceActor.start()\x1b[39m (pid=28718)\n" + "a frame\n" * 200

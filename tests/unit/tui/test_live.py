@@ -86,6 +86,19 @@ def test_the_overview_has_the_sentences_of_the_dashboard_and_what_the_run_does(l
     assert f"step {point}" in frame, "steps have the numbers of the record"
 
 
+@pytest.mark.parametrize(
+    ("status", "words"), [("live", ("training", "1 open, 1 resolved")), ("dead", ("stopped unexpectedly", "2 closed"))]
+)
+def test_status_and_alerts_have_the_words_of_the_pages(live_run: Path, status: str, words: tuple[str, ...]) -> None:
+    registry = Registry([live_run])
+    found = read_overview(registry, next(iter(registry.stores())))
+    found["now"], alert = {}, {"title": "T", "text": "", "advice": None, "level": "error", "step": 1, "count": 1}
+    found["health"]["alerts"] = [{**alert, "resolved": is_resolved} for is_resolved in (True, False)]
+    found["about"]["info"] |= {"status": status, "live": status == "live"}
+    Console(file=(out := io.StringIO()), width=100).print(draw(found, 100))
+    assert all(text in out.getvalue() for text in words)
+
+
 @pytest.mark.parametrize("width", range(60, 161, 20))
 def test_every_width_shows_progress_reward_and_alerts(live_run: Path, width: int) -> None:
     frame = drawn(live_run, width)
