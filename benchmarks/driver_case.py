@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
                 ask_for_json(client)
             stack.push_async_callback(client.close)
         trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
-        run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, clients, trainer=trainer))
+        run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, [*clients], trainer=trainer))
         yield run, servers
 
 
@@ -221,7 +221,8 @@ def run_case(case: Case) -> dict[str, Any]:
     if case.loop == "uvloop":
         import uvloop  # not everywhere
 
-        turns, factory = None, uvloop.new_event_loop
+        turns = None
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     else:
         turns = TimedSelector()
         factory = functools.partial(asyncio.SelectorEventLoop, turns)

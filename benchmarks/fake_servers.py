@@ -90,7 +90,8 @@ def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> int:
         if token_id not in taken:
             vocabulary[_invented_word(generator, vocabulary)] = token_id
     path.write_text(json.dumps(content))
-    return int(tokenizer.convert_tokens_to_ids(TURN_END))
+    number: int = tokenizer.convert_tokens_to_ids(TURN_END)
+    return number
 
 
 def _invented_word(generator: random.Random, taken: dict[str, int]) -> str:

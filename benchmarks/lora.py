@@ -136,10 +136,9 @@ def too_large(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
 def syncs(trainer: Trainer, folder: Path, count: int) -> dict[str, Any]:
     """Returns seconds and bytes of the trainer's part of a sync of each kind, and the peak memory of a merged one."""
     on_gpu = trainer.backend.device.type == "cuda"
-    dtype = torch.bfloat16
-    kinds: dict[str, Callable[[], int]] = {"merged": lambda: send_all(trainer, dtype)}
+    kinds: dict[str, Callable[[], int]] = {"merged": lambda: send_all(trainer, torch.bfloat16)}
     if trainer.config.lora_rank:
-        kinds["adapter"] = lambda: trainer.sync_adapter(folder, dtype)
+        kinds["adapter"] = lambda: trainer.sync_adapter(folder, "bfloat16")
     row: dict[str, Any] = {}
     for name, sync in kinds.items():
         seconds, num_bytes = [], 0

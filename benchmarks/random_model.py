@@ -52,7 +52,7 @@ def make_model(folder: Path, shape: str, *, on_gpu: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     end_token = save_tokenizer(folder, SHAPES[shape]["vocab_size"])
-    kind = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
+    kind: type[Any] = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
     config = kind(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=end_token, dtype=dtype)
     torch.manual_seed(0)
     before = torch.get_default_dtype()

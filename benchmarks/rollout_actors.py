@@ -235,7 +235,7 @@ async def kills(case: Case, cluster: Cluster, model: Path, interval: float) -> d
             while True:
                 await asyncio.sleep(interval)
                 handle = numbers.choice(run.group.handles)
-                worker = run.orchestrator.services.rollouts.workers[handle.index]
+                worker = run.orchestrator.rollouts.workers[handle.index]
                 if worker.is_open and worker.lanes:
                     pid = (await handle.actor.process.remote())["pid"]
                     lost.append(sum(worker.lanes[TRAINING].used))
@@ -293,7 +293,7 @@ async def starts(cluster: Cluster, model: Path, count: int) -> dict[str, Any]:
     config = Case(1, 64, DEMO).config(model)
     for _ in range(count):
         started_at = time.monotonic()
-        actor = Bare.remote()
+        actor = Bare.remote()  # type: ignore[attr-defined]
         of_ray = await actor.process.remote()
         bare.append((time.monotonic() - started_at, of_ray["cpu_seconds"]))
         ray.kill(actor)

@@ -83,7 +83,7 @@ def run(shape: str, num_tokens: int, model: str, device: torch.device, arguments
     try:
         for step in range(arguments.warmup + arguments.steps):
             for tracked in (True, False) if step % 2 else (False, True):
-                rl_step.Timeline = partial(Timeline, enabled=tracked)  # type: ignore[misc]
+                rl_step.Timeline = partial(Timeline, enabled=tracked)  # type: ignore[assignment, misc]
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 started = clock()

@@ -54,7 +54,7 @@ from telescope.trainer.worker import choose_device
 
 __all__ = ["GIB", "SHAPES", "free_port", "gpu_name", "write_model"]
 """Names that other benchmarks import from here."""
-RESHARD = {"auto": "auto", "true": True, "false": False}
+RESHARD: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 
 
 def main() -> int:

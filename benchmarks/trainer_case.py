@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -212,9 +212,9 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
         return None if with_weights else load(model, dtype, with_weights=False, **options)
 
     if case.backend == "megatron":
-        from telescope.trainer.backends.megatron import conversion
+        from telescope.trainer.backends.megatron import backend, conversion
 
-        conversion.model_folder = Path
+        backend.model_folder = Path
         conversion.load = draw_stage
     else:
         sharding.load_causal_lm = without_weights
@@ -335,7 +335,7 @@ def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     shape = ModelShape.from_config(json.loads(text))
     assert shape is not None
     attention = recomputes_attention(trainer.config.recompute_attention, trainer.config, shape, None)
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
     estimate = trainer_memory(trainer.config, shape, kind, recompute_attention=attention)
     row: dict[str, Any] = {"estimate_gib": (estimate.total - estimate.overhead) / GIB}
     if device.type == "cuda":
