@@ -57,7 +57,7 @@ class Judge(BaseModel):
     """Price of a million tokens of prompts; `price_out` of answers."""
     price_out: float = 0.0
     sampling: dict[str, Any] = {}
-    """Further parameters of a request, such as `temperature`."""
+    """Further fields of a request, such as `temperature`."""
 
     _key: str | None = None
     _client: Any = None
@@ -192,7 +192,7 @@ class Judge(BaseModel):
             form = {"name": "answer", "schema": schema, "strict": schema.get("additionalProperties") is False}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         try:
-            response = await self._client.chat.completions.with_raw_response.create(**body, **self.sampling)
+            response = await self._client.chat.completions.with_raw_response.create(**body, extra_body=self.sampling)
             parsed = response.parse()
             text = parsed.choices[0].message.content or ""
         except (openai.OpenAIError, ValueError, TypeError, AttributeError, IndexError) as error:
