@@ -16,6 +16,7 @@ from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import InfrastructureError, UserError
 
 ROW = {"prompt": "Capital of France?", "answer": "Paris", "rubric": [{"description": "It is short.", "points": 3}]}
+ROW["empty"] = None
 JUDGE = {"url": "http://127.0.0.1:9/v1", "model": "j"}
 
 
@@ -146,6 +147,7 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"reward": "judge", "judge": {"url": "policy"}}, "url: policy needs a rollout"),
         ({"reward": "judge", "judge": {"url": "http://x"}}, r"model is ''; set http"),
         ({"criteria": "It is short."}, "criteria belongs to reward: judge, and reward is 'math'. Leave it out"),
+        ({"judge": JUDGE}, "judge belongs to reward: judge, and reward is 'math'. Add it, or leave it out"),
         ({"code": {}}, "code belongs to reward: code"),
         ({"reward": "code", "code": {"timeout_per_tset": 3}}, "no keyword argument 'timeout_per_tset'. Did you mean"),
         ({"reward": "code", "code": {"provider": "locl"}}, "provider='locl' is not known"),
@@ -153,6 +155,11 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"reward": "code", "tests": "answer"}, r"'Paris' is not of the form \{\"inputs\": \[...\], \"outputs\""),
         ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
         ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
+        ({"reward": "judge", "judge": JUDGE, "criteria": "empty"}, r"'None' has no criteria. Write a text"),
+        (
+            {"reward": "judge", "judge": JUDGE, "criteria": {"short": 0}},
+            r"no criterion has a weight above 0: \{'short': 0",
+        ),
         ({"rollout": "agents.py:plain"}, "is no async function of a sample and a context"),
         ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),
         ({"tools": ["nowhere:tool"]}, "the tool 'nowhere:tool' cannot be imported"),

@@ -108,6 +108,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             raise UserError(f"dataset: reward has two metrics named {twice[0]!r}. Rename a function.")
         self.functions = {place.rpartition(":")[2]: load_function(place, "dataset: the reward") for place in places}
         self.criteria = criteria or "The answer is correct."
+        self._criteria_column: str | None = None
         self._code: I3CodeEnvironment | None = None
         if "code" in rewards:
             tested = make_environment(I3CodeEnvironment, "dataset: code", code or {})
@@ -121,6 +122,10 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if self._judges and (self.judge is None or (self.judge.is_policy and rollout is None)):
             raise UserError(
                 "dataset: reward: judge needs judge: {url: ..., model: ...} in its kwargs; url: policy needs a rollout."
+            )
+        if self.judge is not None and not self._judges and rollout is None:
+            raise UserError(
+                f"dataset: judge belongs to reward: judge, and reward is {reward!r}. Add it, or leave it out."
             )
         if self.functions or len(rewards) > 1:
             self.reward_min = self.reward_max = None
@@ -167,7 +172,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         for name, function in self.functions.items():
             refuse_missing_columns(name, function, path, columns)
         criteria = self.criteria if self._judges and isinstance(self.criteria, str) else ""
-        if criteria.partition(".")[0] not in columns and is_misspelled(criteria, columns):
+        if criteria.partition(".")[0] in columns:
+            self._criteria_column = criteria
+        elif is_misspelled(criteria, columns):
             raise UserError(f"dataset: criteria is {criteria!r}.{did_you_mean(criteria, columns)}")
         # A text that is compared unchanged may contain "####" or "answer:" without being a worked-out solution.
         is_final = self.compares != "math" and form != GSM8K
@@ -199,8 +206,10 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             self.instruction_prompt = None
         extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
         rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
+        if self._judges:
+            columns_used += f", criteria {'in ' if self._criteria_column else ''}{self.criteria!r}"
         columns_used += f", reward {rewards}."
-        used = {name.partition(".")[0] for name in (*prompts, answer, tests) if name}
+        used = {name.partition(".")[0] for name in (*prompts, answer, tests, self._criteria_column) if name}
         if others := [column for column in columns if column not in used]:
             columns_used += f" Other columns: {', '.join(others)}."
         if num_empty := len(rows) - len(samples) - len(unusable):
@@ -211,8 +220,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return self.select_samples(samples, num_samples, seed, path)
 
     def _criteria_of(self, row: dict[str, Any]) -> dict[str, float]:
-        value = value_of(row, self.criteria) if isinstance(self.criteria, str) else None
-        return read_criteria(self.criteria if value is None else value)
+        return read_criteria(value_of(row, self._criteria_column) if self._criteria_column else self.criteria)
 
     def _read_tests(self, row: dict[str, Any], column: str | None, number: int, prompt: Any) -> tuple[Any, Any]:
         """Returns the prompt, which says how the answer is tested, and the row's tests as metadata."""

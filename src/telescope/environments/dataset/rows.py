@@ -147,18 +147,16 @@ def read_criteria(value: Any) -> dict[str, float]:
     `weight` (or `points`). Any of it may be JSON.
     """
     if isinstance(value, str):
-        if value[:1] not in ("{", "["):
-            return {value: 1.0}
-        value = json.loads(value)
-    if isinstance(value, dict):
-        return {str(text): float(weight) for text, weight in value.items()}
-    found = {}
-    for item in value if isinstance(value, list) else [None]:
+        value = json.loads(value) if value[:1] in ("{", "[") else [value]
+    found = {str(text): float(weight) for text, weight in value.items()} if isinstance(value, dict) else {}
+    for item in value if isinstance(value, list) else [] if found else [None]:
         given = {"criterion": item} if isinstance(item, str) else item if isinstance(item, dict) else {}
         text = given.get("criterion") or given.get("description")
         if not text:
             raise ValueError(f"{str(value)[:60]!r} has no criteria. Write a text, or {{criterion: weight}}")
         found[str(text)] = float(given.get("weight", given.get("points", 1.0)))
+    if not any(weight > 0 for weight in found.values()):
+        raise ValueError(f"no criterion has a weight above 0: {found}")
     return found
 
 
