@@ -59,19 +59,23 @@ def build_parser() -> CommandParser:
 
 def run_reap(arguments: argparse.Namespace) -> int:
     """Reaps the sandboxes of each run. Returns the exit code."""
-    total = 0
+    total, problems = 0, list[str]()
+    for name in arguments.provider:
+        get_provider(name)  # refuses an unknown name
     for run in choose_runs(arguments.run, arguments.root):
         if run.status == "live":
             if arguments.run:
                 raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
             continue
-        destroyed = asyncio.run(reap(run.files.run_dir, arguments.provider))
+        destroyed = asyncio.run(reap(run.files.run_dir, arguments.provider, problems.append))
         total += len(destroyed)
         if destroyed:
             print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed: {', '.join(destroyed)}"))
-    if not total:
+    for problem in dict.fromkeys(problems):
+        print(plain(problem), file=sys.stderr)
+    if not total and not problems:
         print("No sandboxes were left.")
-    return 0
+    return int(bool(problems))
 
 
 def run_shell(arguments: argparse.Namespace) -> int:

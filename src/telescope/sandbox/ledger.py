@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,13 @@ class SandboxLedger:
             file.write(json.dumps(row).encode() + b"\n")
 
 
-async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
+async def reap(
+    directory: Path, providers: Iterable[str] = (), report: Callable[[str], object] = logger.warning
+) -> list[str]:
     """Destroys the sandboxes that a run left, by their ids and by the run's label.
 
     Searches for the label at the providers in the ledger and at `providers`. Returns the provider and id of each
-    destroyed sandbox. Logs a provider that cannot be used.
+    destroyed sandbox. Reports a provider that cannot be used, and a sandbox that cannot be destroyed.
     """
     ledger = SandboxLedger(directory)
     left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}
@@ -87,12 +89,12 @@ async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
             left.setdefault(row["made_by"], {})[row["id"]] = SandboxHandle(row["id"])
     destroyed = []
     for made_by, handles in left.items():
-        with _logged(made_by):
+        with _reported(made_by, report):
             provider = get_provider(made_by)
-            with _logged(made_by):
+            with _reported(made_by, report):
                 handles |= {handle.id: handle for handle in await provider.find(ledger.run)}
             for handle in handles.values():
-                with _logged(made_by):  # a failure does not stop the others
+                with _reported(made_by, report):  # a failure does not stop the others
                     await provider.destroy(handle)
                     ledger.closed(handle)
                     destroyed.append(f"{provider.name} {handle.id}")
@@ -101,8 +103,8 @@ async def reap(directory: Path, providers: Iterable[str] = ()) -> list[str]:
 
 
 @contextlib.contextmanager
-def _logged(made_by: str) -> Iterator[None]:
+def _reported(made_by: str, report: Callable[[str], object]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("The sandboxes of %s cannot be reaped: %s", made_by, error)
+        report(f"The sandboxes of {made_by} cannot be reaped: {error}")

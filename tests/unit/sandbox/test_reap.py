@@ -44,6 +44,19 @@ def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedge
     assert capsys.readouterr().out == "No sandboxes were left.\n"
 
 
+def test_a_provider_that_fails_is_named_and_the_command_fails(
+    run: SandboxLedger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    async def destroy(*_: object) -> None:
+        raise OSError("no key")
+
+    monkeypatch.setattr(Service, "destroy", destroy)
+    assert main(["sandbox", "reap", str(run.path.parent)]) == 1
+    assert capsys.readouterr() == ("", f"The sandboxes of {SERVICE} cannot be reaped: no key\n")
+    assert main(["sandbox", "reap", str(run.path.parent), "--provider", "e2"]) == 2
+    assert "provider='e2' is not known" in capsys.readouterr().err
+
+
 def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLedger):
     run.path.unlink()
     add_of_another_node(run)
