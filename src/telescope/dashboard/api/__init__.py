@@ -10,7 +10,6 @@ import hashlib
 from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Query, Request
-from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.responses import Response
 from pydantic import Field
 
@@ -55,10 +54,8 @@ def check_parameters(request: Request) -> None:
     for count, limit, what in ((len(given), MOST_PARAMETERS, "parameters"), (longest, MOST_VALUES, "values in a list")):
         if count > limit:
             raise HTTPException(400, f"The request has {count:,} {what}. At most {limit:,} are possible.")
-    dependant = get_flat_dependant(request.scope["route"].dependant)
-    # The parameters are those of the function, or the fields of a model.
-    models = [getattr(one.field_info.annotation, "model_fields", (one.alias,)) for one in dependant.query_params]
-    known = [name for names in models for name in names]
+    address = request.app.openapi()["paths"][request.scope["route"].path_format][request.method.lower()]
+    known = [parameter["name"] for parameter in address.get("parameters", ()) if parameter["in"] == "query"]
     for name in request.query_params:
         if name not in known:
             raise HTTPException(400, f"There is no parameter {name!r} here. The parameters are {', '.join(known)}.")
