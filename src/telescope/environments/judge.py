@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from telescope.environments.grading import grading_request, object_schema, share_met
 from telescope.environments.parsers import answer_text, strip_think_tags
 from telescope.errors import InfrastructureError, UserError
+from telescope.utils.packages import is_installed
 
 POLICY, KEY_VARIABLE = "policy", "OPENAI_API_KEY"
 MAX_ANSWERS, MAX_RETRIES = 3, 4
@@ -72,6 +73,8 @@ class Judge(BaseModel):
             return
         if not (self.url.startswith(("http://", "https://")) and self.model):
             raise UserError(f"judge: url is {self.url!r}, model is {self.model!r}; set http(s)://... and a model.")
+        if not is_installed("openai"):
+            raise UserError("judge: it needs the package openai. Install it: pip install openai")
         if not self._key and (self.api_key_variable != KEY_VARIABLE or "//api.openai.com" in self.url):
             raise UserError(f"judge: {self.url} needs a key. Set {self.api_key_variable}, or api_key_variable.")
 

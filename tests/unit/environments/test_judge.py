@@ -9,6 +9,7 @@ import time
 import pytest
 from tests.fakes.judge import grades, judge_server, make_retries_quick
 
+from telescope.environments import judge
 from telescope.environments.grading import agreement
 from telescope.environments.judge import COMPLETE, USAGE, Judge
 from telescope.errors import InfrastructureError, UserError
@@ -196,6 +197,12 @@ async def test_a_judge_that_cannot_work_is_an_error_before_a_run(monkeypatch):
 def test_a_mistake_in_the_settings_is_named(settings, message):
     with pytest.raises(UserError, match=message):
         Judge.of(settings)
+
+
+def test_a_missing_sdk_is_named_before_the_first_request(monkeypatch):
+    monkeypatch.setattr(judge, "is_installed", lambda name: False)
+    with pytest.raises(UserError, match=r"needs the package openai\. Install it: pip install openai"):
+        Judge(url="http://x/v1", model="j")
 
 
 async def test_the_policy_judges_within_a_rollout_and_is_asked_every_time():
