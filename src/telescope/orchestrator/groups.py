@@ -20,6 +20,7 @@ from telescope.rollout.pool import RunningGroup
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, packing_stats, truncate_to
+from telescope.utils.text import single_line
 
 
 @dataclass
@@ -118,9 +119,10 @@ class DiscardStreak:
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     last_rewards: list[float] = field(default_factory=list)
+    last_failure: str = ""
 
     def usable(self) -> None:
-        self.count = 0
+        self.count, self.last_failure = 0, ""
         self.kinds.clear()
 
     def discarded(self, kind: str, rewards_n: np.ndarray) -> None:
@@ -151,7 +153,9 @@ class DiscardStreak:
         if self.kinds.get("all_masked", 0) > self.count / 2:
             return (
                 f"{self.count} consecutive groups were discarded ({kinds}). In most of them every sample was masked: "
-                "it failed, or a filter removed it. See the `reason` column of the samples table."
+                "it failed, or a filter removed it. "
+                + (f"The last failure: {single_line(self.last_failure)}. " if self.last_failure else "")
+                + "The table `samples` has `reason` and `failure_message` of each."
             )
         return (
             f"{self.count} consecutive groups carried no learning signal ({kinds}; last rewards {self.last_rewards}). "

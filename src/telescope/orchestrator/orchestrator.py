@@ -278,6 +278,7 @@ class Orchestrator:
             "sample %s (%s) is masked after an %s failure: %s", trajectory.sample_id, group.environment, kind, message
         )
         self._step_recorder.masked(trajectory)
+        self._streak.last_failure = message
         if kind == "environment":
             self._budget.failed("samples", group.environment, group.sampled_prompt.index, message)
 

@@ -90,3 +90,6 @@ def test_the_diagnosis_names_the_rewards_and_the_fix() -> None:
     assert "2 all positive, 1 all zero" in text
     assert "[0.0, 0.0, 2.0, 1.0]" in text
     assert "discard_group_zero_advantage: false" in text
+    streak = DiscardStreak(limit=1, last_failure="the judge failed: 401")
+    streak.discarded("all_masked", np.array([]))
+    assert "The last failure: the judge failed: 401. " in streak.diagnosis()
