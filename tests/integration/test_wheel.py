@@ -117,7 +117,9 @@ def test_telescope_ui_is_the_same_package_without_what_trains(installed: Path, e
     project = tomllib.loads((ROOT / "packages" / "telescope-ui" / "pyproject.toml").read_text())["project"]
     assert project["version"] == __version__
     assert project["dependencies"] == [f"telescope=={__version__}", "wandb>=0.23"]
-    code = "import telescope.dashboard.app, telescope.dashboard.remote, telescope.tui.app"
+    assert project["scripts"] == {"telescope-ui": "telescope.cli.main:ui"}
+    code = "import telescope.dashboard.app, telescope.dashboard.remote, telescope.tui.app; "
+    code += "import sys; from telescope.cli.main import ui; sys.argv[1:] = ['--help']; ui()"
     run([str(installed / "python"), "-c", code], cwd=elsewhere)
 
 

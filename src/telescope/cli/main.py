@@ -76,6 +76,14 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        from telescope.utils.packages import is_installed
+
+        if error.name is None or is_installed(error.name.partition(".")[0]):
+            raise
+        install = "Install what trains with `make setup` in a checkout; `telescope doctor` lists what is missing"
+        print(f"telescope: This needs the package {error.name}, which is not installed. {install}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # for an argument that may be the path or name of a run
             raise
@@ -94,6 +102,11 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     from telescope.utils.process import run_and_exit
 
     run_and_exit(lambda: main(argv))
+
+
+def ui() -> NoReturn:
+    """Runs `telescope ui` as the entry point of the `telescope-ui` command."""
+    command(["ui", *sys.argv[1:]])
 
 
 def _exit_interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
