@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from telescope.cluster.placement import use_interface_of
 from telescope.cluster.ray_cluster import connect, disconnect, names_of_nodes, own_address
 from telescope.config import TelescopeConfig
-from telescope.errors import RunError
+from telescope.errors import RunError, UserError
 from telescope.inference.vllm import support
 from telescope.utils.packages import installed_version
 
@@ -136,10 +136,18 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
 
 @contextlib.contextmanager
 def _file_in(run_dir: Path) -> Iterator[str]:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=".telescope-doctor-", dir=run_dir.absolute()) as file:
-        os.fsync(file.fileno())
-        yield file.name
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        number, path = tempfile.mkstemp(prefix=".telescope-doctor-", dir=run_dir.absolute())
+    except OSError as error:
+        fix = "Name a folder that you may write on all nodes"
+        raise UserError(f"--run-dir is {str(run_dir)!r}, which is not writable ({error.strerror}). {fix}") from error
+    try:
+        os.fsync(number)
+        yield path
+    finally:
+        os.close(number)
+        os.unlink(path)
 
 
 def _offset(probe: Any) -> float:

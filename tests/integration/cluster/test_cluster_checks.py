@@ -9,6 +9,7 @@ from tests.integration.cluster.conftest import GPUS_PER_NODE, TwoNodes
 
 from telescope.cli.doctor import check_cluster
 from telescope.cluster.checks import ask_probes
+from telescope.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,8 @@ def test_two_nodes_are_compared(two_nodes: TwoNodes, tmp_path: Path):
     assert isinstance(answers.collectives["gloo"], float)
     assert isinstance(answers.collectives["nccl"], str), "there is no real GPU"
     assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"--run-dir is '/proc/runs', which is not writable"):
+        ask_probes(ray.nodes(), two_nodes.cluster.driver_node, Path("/proc/runs"))
 
     def status(**changes):
         checks = check_cluster(replace(answers, **changes), 2, tmp_path)
