@@ -146,7 +146,8 @@ def load_config(model: str, *, trust_remote_code: bool = False, local: bool = Fa
             model, trust_remote_code=trust_remote_code, local_files_only=local
         )
     except Exception as error:  # transformers raises many classes for invalid values
-        raise UserError(f"model: {model!r} cannot be loaded: {reason(error)}. Correct config.json") from error
+        fix = "Correct config.json, or choose a model of a family in docs/models.md"
+        raise UserError(f"model: {model!r} cannot be loaded: {reason(error)}. {fix}") from error
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # only needed for a loss that balances experts
     architecture = next((known for known, _ in _classes(config)), None)
