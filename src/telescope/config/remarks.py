@@ -53,6 +53,19 @@ def remarks(config: TelescopeConfig) -> list[str]:
         found.append(
             f"max_tokens equals max_model_len ({config.max_model_len}): each answer is shorter by its prompt's length."
         )
+    if config.lr_scheduler == "constant" and config.warmup_steps > config.number_of_steps:
+        found.append(
+            f"warmup_steps is {config.warmup_steps}, and the run has {pluralize(config.number_of_steps, 'step')}: the "
+            f"learning rate ends at {config.number_of_steps / config.warmup_steps:.0%} of learning_rate. Lower "
+            "warmup_steps, or raise number_of_steps."
+        )
+    samples = config.prompts_batch_size_for_trainer * config.group_size // config.number_of_minibatches
+    ranks = config.trainer_num_workers // config.fsdp_context_parallel_size
+    if config.train_backend == "fsdp" and samples < ranks:
+        found.append(
+            f"An optimizer step has {pluralize(samples, 'sample')} for {ranks} ranks, some of which compute nothing. "
+            "Raise prompts_batch_size_for_trainer or group_size, or lower number_of_minibatches or trainer_num_workers."
+        )
     for entry in config.evals:
         if config.num_eval_servers and entry.eval_every > config.number_of_steps:
             found.append(
@@ -132,6 +145,12 @@ def _idle_fields(config: TelescopeConfig) -> list[str]:
             not config.lora_rank,
             {"lora_alpha", "lora_dropout", "lora_target_modules"},
             "lora_rank is 0 and all weights are trained. Set lora_rank to train adapters",
+        ),
+        (config.lr_scheduler == "none", {"warmup_steps"}, 'lr_scheduler is "none". Set it to "constant"'),
+        (
+            config.lr_scheduler in ("none", "constant"),
+            {"min_lr_ratio"},
+            f'lr_scheduler is "{config.lr_scheduler}". Set it to "linear" or "cosine"',
         ),
         (
             ALGORITHM_FACTS[config.algorithm].holds_ratio,

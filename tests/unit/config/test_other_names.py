@@ -37,7 +37,8 @@ def test_the_tables_name_fields_that_exist_once():
         ("data.train_files", "environments: [{name"),
         ("data.train_batch_size", "'prompts_batch_size_for_trainer'"),
         ("algorithm.adv_estimator", "'algorithm'"), ("trainer.total_epochs", "number_of_steps"),
-        ("optimizer", "AdamW"), ("trainer.logger", "'trackers'"), ("max-steps", "'number_of_steps'"), ("grad_clp", "'grad_clip'"),
+        ("optimizer", "AdamW"), ("trainer.logger", "'trackers'"), ("max-steps", "'number_of_steps'"),
+        ("grad_clp", "'grad_clip'"),
     ],
 )  # fmt: skip
 def test_a_name_of_another_framework_is_translated(name, words):

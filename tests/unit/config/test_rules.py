@@ -220,6 +220,7 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
         ("megatron_tensor_parallel_size", 2, {}),
         ("lora_alpha", 16, {}),
         ("weight_broadcast_free_grad_buffers", True, {}),
+        ("min_lr_ratio", 0.1, {}), ("warmup_steps", 5, {"lr_scheduler": "none"}),
         ("gradient_checkpointing", False, {"train_backend": "megatron"}),
         ("megatron_optimizer_offload_fraction", 0.5, {"train_backend": "megatron"}),
         ("megatron_overlap_cpu_optimizer_d2h_h2d", True, {"train_backend": "megatron"}),
@@ -228,10 +229,25 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
         ("fsdp_reshard_after_forward", False, {"train_backend": "megatron"}),
         ("gradient_checkpointing_layers", 2, {"train_backend": "megatron"}),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_another_switches_off_is_named(field, value, others):
     (remark,) = [text for text in remarks(build({**others, field: value})) if "no effect" in text]
     assert remark.startswith(f"{field} has no effect, because ")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"warmup_steps": 20, "number_of_steps": 5},
+            "the learning rate ends at 25% of learning_rate. Lower warmup_steps",
+        ),
+        ({"prompts_batch_size_for_trainer": 1, "group_size": 2, "trainer_num_workers": 4}, "has 2 samples for 4 ranks"),
+    ],
+)
+def test_a_warm_up_beyond_the_end_is_named_and_so_is_a_batch_below_the_ranks(values, words):
+    (remark,) = remarks(build(values))
+    assert words in remark
 
 
 def test_a_server_reserved_for_an_eval_that_never_runs_is_named_though_the_interval_is_the_default():
