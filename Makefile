@@ -110,6 +110,7 @@ run-lint:
 	@$(PY) -m ruff check .
 run-types:
 	@$(PY) -m mypy
+	@MYPYPATH=src:benchmarks:scripts $(PY) -m mypy benchmarks/*.py scripts/*.py
 run-dashboard:
 	@if [ -d dashboard/node_modules ]; then cd dashboard && npx --no-install tsc --noEmit && npx --no-install vitest run --silent --reporter=dot; \
 	else echo "no Node.js: the tests of the dashboard are left out"; fi

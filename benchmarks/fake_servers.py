@@ -90,8 +90,7 @@ def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> int:
         if token_id not in taken:
             vocabulary[_invented_word(generator, vocabulary)] = token_id
     path.write_text(json.dumps(content))
-    number: int = tokenizer.convert_tokens_to_ids(TURN_END)
-    return number
+    return int(tokenizer.convert_tokens_to_ids(TURN_END))  # type: ignore[arg-type]
 
 
 def _invented_word(generator: random.Random, taken: dict[str, int]) -> str:

@@ -138,7 +138,7 @@ def disturb(model: torch.nn.Module, seed: int) -> None:
     """Changes every parameter, norms and biases too."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter += (torch.randn(parameter.shape, generator=generator) * STEP_OF_WEIGHTS).to(parameter)
+        parameter.add_((torch.randn(parameter.shape, generator=generator) * STEP_OF_WEIGHTS).to(parameter))
 
 
 def load(folder: str, dtype: torch.dtype, way: Execution) -> PolicyModel:
@@ -181,12 +181,14 @@ class Engine:
     def __init__(self, folder: str, dtype: str, num_workers: int) -> None:
         from vllm import LLM
 
-        self._llm = LLM(
-            model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8,
+        memory = {} if on_cpu() else {"kv_cache_memory_bytes": 1 << 28}
+        settings: dict[str, Any] = {"dtype": dtype, **memory}
+        self._llm: Any = LLM(
+            model=folder, enforce_eager=True, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8,
             worker_extension_cls=WORKER_EXTENSION, weight_transfer_config={"backend": "telescope"},
             enable_prefix_caching=False, gpu_memory_utilization=0.3, tensor_parallel_size=num_workers,
             limit_mm_per_prompt=dict.fromkeys(("image", "video", "audio"), 0),
-            **({} if on_cpu() else {"kv_cache_memory_bytes": 1 << 28}),
+            **settings,
         )  # fmt: skip
 
     def __enter__(self) -> Engine:

@@ -335,8 +335,8 @@ def show_actors(found: dict[str, list[dict[str, Any]]]) -> bool:
         checks.append((what, f"{row['seconds']:.2f} s", f"{MAX_START_SECONDS} s", row["seconds"] <= MAX_START_SECONDS))
         what = f"memory of a worker, private {row['private_mib']:.0f} MiB; of an empty actor {row['ray_rss_mib']:.0f}"
         checks.append((what, f"{row['rss_mib']:.0f} MiB", f"{MAX_MIB} MiB", row["rss_mib"] <= MAX_MIB))
-    for what, value, target, good in checks:
-        table.add_row(what, value, target, "ok" if good else "missed")
+    for *cells, good in checks:
+        table.add_row(*map(str, cells), "ok" if good else "missed")
     if checks:
         Console(width=None if sys.stdout.isatty() else 140).print(table)
     return all(good for *_, good in checks)

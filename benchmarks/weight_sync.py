@@ -43,6 +43,7 @@ from trainer import SHAPES, gpu_name, write_model
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
 from telescope.inference.base import GenerateRequest
+from telescope.inference.client import EngineClient
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
@@ -221,9 +222,14 @@ async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def sampled(parts: RunComponents) -> float:
+def clients_of(parts: RunComponents) -> list[EngineClient]:
+    """Returns the clients of vLLM servers, which know more than other engines' need."""
+    return [client for client in parts.inference.clients if isinstance(client, EngineClient)]
+
+
+async def sampled(parts: RunComponents) -> int:
     """Returns the tokens that all engines have sampled so far."""
-    return sum([(await metrics_of(client))["vllm:generation_tokens_total"] for client in parts.inference.clients])
+    return sum([(await metrics_of(client))["vllm:generation_tokens_total"] for client in clients_of(parts)])
 
 
 async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:
@@ -246,7 +252,7 @@ async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, nu
             continue
         rates["between"].append((tokens - before) / (started - settling))
         rates["during"].append((after - tokens) / (time.monotonic() - started))
-        workers = [t for client in parts.inference.clients for t in await client.call_worker("telescope_sync_timings")]
+        workers = [t for client in clients_of(parts) for t in await client.call_worker("telescope_sync_timings")]
         syncs.append(
             {
                 "total": ended - asked,

@@ -110,7 +110,7 @@ def main() -> None:
                 page = browser.new_page(
                     viewport={"width": view.width, "height": HEIGHTS.get(view.width, HEIGHTS[WIDTH])},
                     device_scale_factor=SCALE,
-                    color_scheme=view.theme,
+                    color_scheme=view.theme,  # type: ignore[arg-type]
                     reduced_motion="reduce",
                 )
                 page.goto(f"{dashboard.address}{view.place}")

@@ -112,7 +112,7 @@ def ended_by_signals(suite: Suite) -> Iterator[None]:
         suite.ended_by = number
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -141,7 +141,7 @@ def agent_sample() -> Trajectory:
     for index, (text, parent, chat, divergence, replies, *times) in enumerate(turns):
         own = {"parent": parent, "chat": chat, "divergence": divergence, "replies": replies, "server": 0, "slot": index}
         sampled = generation([100 + index] * (index + 1))
-        made.turns.append(Turn([1, 2], sampled, text, *times, trained=chat != "judge", **own))  # type: ignore[arg-type]
+        made.turns.append(Turn([1, 2], sampled, text, *times, trained=chat != "judge", **own))  # type: ignore[arg-type, misc]
     made.turns[0].tool_calls = [call]
     made.started_at, made.generated_at, made.finished_at = 10.0, 15.0, 15.5
     return made

@@ -299,7 +299,7 @@ class Simulation:
             slots=self.slots,
             trainer=cast(Any, self.trainer),
             weights=cast(Any, self.trainer),
-            recorder=self.recorder,
+            recorder=cast(Any, self.recorder),
             status=self.status,
             filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
             settings=RolloutSettings.from_config(config),
