@@ -17,11 +17,9 @@ from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.worker import RolloutWorker
 
 
 def config_of(**fields: Any) -> TelescopeConfig:
-    """A small config of the environment `arithmetic`."""
     defaults: dict[str, Any] = {
         "model": "m", "environments": [{"name": "arithmetic"}], "group_size": 2, "prompts_batch_size_for_trainer": 2,
         "number_of_steps": 3, "trainer_num_workers": 1, "inference_num_workers": 1, "max_tokens": 16,
@@ -63,12 +61,10 @@ def sample(
 
 
 def gini(values: Sequence[float]) -> float:
-    """The Gini coefficient of one group."""
     return mean_gini(np.array(values), np.zeros(len(values)))
 
 
 def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "arithmetic", **of_samples: Any) -> Group:
-    """A finished group with one sample per reward."""
     made = Group(SampledPrompt(n, 0, 17, 0), environment, prompt(), len(rewards), 0, opened_at=9.0, finished_at=13.0)
     made.samples = [
         sample(index, reward, group=n, environment=environment, **of_samples) for index, reward in enumerate(rewards)
@@ -76,17 +72,7 @@ def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "ar
     return made
 
 
-def workers_of(
-    config: TelescopeConfig, environments: Any, engines: Sequence[Any], *, num_workers: int = 1
-) -> tuple[RolloutPool, Lane]:
-    """Rollout workers in this process, and their request slots, with all servers up."""
-    grouped = not config.enable_individual_sample_lanes
-    workers = [RolloutWorker(environments, engines, grouped=grouped) for _ in range(num_workers)]
-    return pool_of(config, workers, len(engines))
-
-
 def pool_of(config: TelescopeConfig, workers: Sequence[Any], num_servers: int) -> tuple[RolloutPool, Lane]:
-    """A pool of workers and its request slots, with all servers up."""
     rollouts = RolloutPool(workers)
     group_size = config.group_size if config.enable_individual_sample_lanes else 1
     slots = rollouts.open_lane(TRAINING, [slots_per_server(config)] * num_servers, group_size)
@@ -123,7 +109,6 @@ class StrictRecorder:
         return [row["metrics"] for row in steps]
 
     def of(self, table: str, **values: Any) -> list[dict[str, Any]]:
-        """Rows of a table whose columns have these values."""
         return [row for row in self.rows.get(table, []) if all(row.get(k) == v for k, v in values.items())]
 
 

@@ -147,7 +147,6 @@ class SimulatedEnvironment(ScriptedTurns):
         return Advance([], "text", RewardRecord(correct, {"correct": correct}, {}, [], {}))
 
     def correct(self, index: int, token_ids: np.ndarray) -> float:
-        """The reward of an answer."""
         return float(token_ids[0] % 2)
 
     async def begin(self, rollout: str, key: str, index: int) -> list[int]:
@@ -332,7 +331,6 @@ class Simulation:
         self.slots.set_up(index, True)
 
     async def run(self) -> None:
-        """Trains to the end and checks the counts."""
         supervisor = Supervisor()
         for death in self.pace.deaths:
             supervisor.spawn(self._kill_and_revive(*death), "death")
@@ -342,7 +340,6 @@ class Simulation:
         self.check()
 
     def open_samples(self) -> list[Trajectory]:
-        """Finished samples whose group has no outcome yet."""
         orchestrator = self.orchestrator
         ready = orchestrator._batch.groups if orchestrator._batch is not None else []
         groups = (*orchestrator._open.values(), *orchestrator._finished, *ready)
@@ -359,7 +356,6 @@ class Simulation:
         return counted
 
     def check(self) -> None:
-        """Checks prompts, token ages, duplicates and slots."""
         ledger, config = self.orchestrator.ledger, self.config
         assert len(self.trainer.ages) == config.number_of_steps
         assert ledger.is_balanced()
@@ -418,7 +414,6 @@ class InMemoryRun(Simulation):
         self.engine.restart()
 
     async def run(self) -> None:
-        """Trains to the end within a few seconds, or raises what ended it."""
         supervisor = Supervisor()
         async with asyncio.timeout(20):
             await supervisor.run_until(self.orchestrator.run(supervisor))
@@ -471,7 +466,6 @@ class FakeServer:
 
 
 def _remember(owner: Any, method: str, made: list[Any]) -> None:
-    """Keeps everything that a method returns."""
     make = getattr(owner, method)
 
     def remembered(*arguments: Any) -> Any:

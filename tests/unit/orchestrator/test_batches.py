@@ -36,7 +36,6 @@ def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arriva
 
 
 def with_chat(made: Group, *rewards: float) -> Group:
-    """Gives each sample a second conversation, the checker's, with its own reward."""
     for sample, reward in zip(made.samples, rewards, strict=True):
         sample.turns.append(Turn([50], generation([60, 61]), chat="checker"))
         sample.chat_rewards = {"checker": reward}

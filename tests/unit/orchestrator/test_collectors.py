@@ -13,8 +13,6 @@ from telescope.record.gauges import Reading, ReadingBatch
 
 
 class Rows:
-    """A recorder that keeps its rows."""
-
     def __init__(self, wanted: int) -> None:
         self.rows: list[dict[str, Any]] = []
         self.wanted = wanted
@@ -28,7 +26,6 @@ class Rows:
 
 
 async def collected(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
-    """Returns at least the first `wanted` rows of these sources."""
     rows = Rows(wanted)
     task = asyncio.create_task(collect(sources, rows))  # type: ignore[arg-type]
     async with asyncio.timeout(30):
@@ -71,24 +68,15 @@ async def test_a_source_that_recovers_is_polled_again():
     assert rows[0]["value"] == 1.0
 
 
-async def test_the_hardware_of_a_machine_is_written_once():
+async def test_the_hardware_and_the_gpus_of_a_source_are_written_once():
     async def take() -> ReadingBatch:
-        return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", hardware={"cpu": "EPYC"})
-
-    rows = await collected([Source("machine box", {}, 0.001, take)], 10)
-    assert [row for row in rows if "cpu" in row] == [{"cpu": "EPYC", "node": "box"}]
-
-
-async def test_the_gpus_of_a_process_are_written_once():
-    async def take() -> ReadingBatch:
-        return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
+        return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3), hardware={"cpu": "EPYC"})
 
     rows = await collected([Source("server 1", {"component": "inference", "server": 1}, 0.001, take)], 10)
-    given = [row for row in rows if row["name"] == GIVEN_GPU]
-    assert [(row["component"], row["server"], row["node"], row["gpu"]) for row in given] == [
-        ("inference", 1, "box", 2),
-        ("inference", 1, "box", 3),
-    ]
+    assert [row for row in rows if "cpu" in row] == [{"cpu": "EPYC", "node": "box"}]
+    given = [row for row in rows if row.get("name") == GIVEN_GPU]
+    of_rows = [(row["component"], row["server"], row["node"], row["gpu"]) for row in given]
+    assert of_rows == [("inference", 1, "box", 2), ("inference", 1, "box", 3)]
 
 
 def test_a_row_names_its_component():

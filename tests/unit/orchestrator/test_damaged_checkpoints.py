@@ -74,7 +74,6 @@ def paths_in(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(document: Any, path: tuple[Any, ...], value: Any, *, removed: bool) -> Any:
-    """A document with another value in one place, or without that place."""
     if not path:
         return value
     copy = json.loads(json.dumps(document))
@@ -89,7 +88,6 @@ def changed(document: Any, path: tuple[Any, ...], value: Any, *, removed: bool) 
 
 
 def use_everything(resuming: Resuming, target: Path) -> None:
-    """Resumes, converts and measures a checkpoint."""
     for use in (
         lambda: (found := resuming.find(resume_force=True)) and refuse_damage(found.path, found.meta),
         lambda: is_converted(resuming.path, target),

@@ -31,7 +31,6 @@ def save(disks: Disks, run: Path, status: RunStatus, **options: float) -> Corout
 
 
 def reported(status: RunStatus) -> list[tuple[str, str]]:
-    """Level and message of each alert."""
     alerts: list[dict[str, Any]] = []
     status.record_alerts(alerts.append)
     return [(alert["level"], alert["message"]) for alert in alerts]
@@ -41,12 +40,6 @@ def reported(status: RunStatus) -> list[tuple[str, str]]:
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run, "temporary_base", lambda: str(tmp_path / "temporary"))
     return tmp_path / "temporary"
-
-
-async def test_a_model_is_saved_into_the_run_directory(tmp_path: Path, temporary: Path) -> None:
-    disks, status = Disks(), RunStatus("demo", 1)
-    folder = await save(disks, tmp_path / "run", status)
-    assert (folder, disks.saved, reported(status)) == (tmp_path / "run" / "model", [folder], [])
 
 
 async def test_a_model_that_the_run_directory_cannot_take_is_saved_elsewhere(tmp_path: Path, temporary: Path) -> None:

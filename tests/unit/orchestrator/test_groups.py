@@ -50,11 +50,6 @@ def test_a_group_is_finished_when_every_sample_is_there_masked_or_not() -> None:
     assert not made.is_finished
 
 
-def test_a_group_of_one_is_never_without_advantage() -> None:
-    assert group([0.0]).why_useless() is None
-    assert group([0.0, None, None]).why_useless() is None, "neither is one that has one sample left"
-
-
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
 def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> None:
     assert group([value, value]).why_useless() == ("zero_advantage", kind)

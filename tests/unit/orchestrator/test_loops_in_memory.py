@@ -16,7 +16,6 @@ from tests.unit.rollout.fakes import tick
 from telescope.config import TelescopeConfig
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
-from telescope.orchestrator.filters import normalized
 from telescope.orchestrator.groups import Batch, Group, form_batch
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.supervision import Supervisor
@@ -243,13 +242,6 @@ async def test_rewards_are_scaled_for_training_only_if_configured(scaled, monkey
     assert seen == ({0.25, 0.5} if scaled else {0.0, 1.0})
     recorded = {row["reward"] for row in run.recorder.of("samples", status="kept")}
     assert recorded == {0.0, 1.0}, "the record has the environment's rewards"
-
-
-@pytest.mark.parametrize(("reward", "low", "high", "expected"), [
-    (1.0, 0.0, 2.0, 0.5), (-1.0, -1.0, 1.0, 0.0), (3.0, None, 2.0, 3.0), (3.0, 1.0, 1.0, 3.0),
-])  # fmt: skip
-def test_rewards_are_put_on_the_scale_of_their_environment(reward, low, high, expected):
-    assert normalized(reward, low, high) == expected
 
 
 @pytest.mark.parametrize("how", ["a stop", "a failure"])

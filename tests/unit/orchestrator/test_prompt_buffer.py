@@ -45,8 +45,6 @@ class Source:
 
 
 class Filling:
-    """A buffer with `fill` running as a task."""
-
     def __init__(
         self,
         *,
@@ -68,7 +66,6 @@ class Filling:
         self.task = asyncio.create_task(self.buffer.fill())
 
     async def settled(self) -> None:
-        """Waits until it is idle."""
         before = -1
         while before != self.source.num_asked or self.source.num_at_once:
             before = self.source.num_asked
@@ -76,7 +73,6 @@ class Filling:
                 await asyncio.sleep(0)
 
     async def take(self, count: int) -> list[int]:
-        """Takes the next `count` prompts one by one; returns their numbers."""
         numbers = []
         for _ in range(count):
             await self.settled()

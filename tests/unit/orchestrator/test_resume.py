@@ -31,7 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def data_of(items: list[int] | range) -> dict[str, Any]:
-    """The description of a dataset with these items."""
     uids = [sample_uid(Sample(prompt=f"What is {item}?", answer="1")) for item in items]
     fingerprints = "".join(uid[:FINGERPRINT_DIGITS] for uid in uids)
     digest = hashlib.sha256(",".join(uids).encode()).hexdigest()

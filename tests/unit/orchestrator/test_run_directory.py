@@ -23,12 +23,10 @@ from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origi
 
 
 def make(tmp_path: Path, **fields: Any) -> RunDirectory:
-    """The directory `run` of a run."""
     return RunDirectory.create(config_of(run_dir=str(tmp_path / "run"), use_wandb=False, **fields), [])
 
 
 def summary_of(directory: RunDirectory, **changes: Any) -> RunSummary:
-    """The summary of a run that has ended."""
     ends: dict[str, Any] = {"seconds": 1.0, "training_seconds": 1.0, "error": None, "interrupted": False}
     return summarize(directory.config, directory.path, RunStatus("demo", 60), [], **(ends | changes))
 

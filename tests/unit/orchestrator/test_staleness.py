@@ -61,7 +61,6 @@ def test_no_token_is_trained_that_is_older_than_the_bound() -> None:
         assert run.orchestrator.ledger.num_requeued > 0, "the bound had an effect"
 
 
-# A cancelled sample must not continue to generate in the engine.
 def test_a_cancelled_sample_is_aborted_in_the_engine_itself() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     cancelled = run.recorder.of("samples", status="cancelled")
@@ -71,7 +70,6 @@ def test_a_cancelled_sample_is_aborted_in_the_engine_itself() -> None:
     assert run.servers[0].engine.num_aborted >= len(aborted)
 
 
-# Multi-turn samples age from their first turn.
 def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
     pace = Pace(tokens=(1, 30), turns=(1, 6), score=(0.0, 1.0))
     run = simulated(pace, max_off_policy_steps=2, max_async_rollout=6, number_of_steps=20)
@@ -82,7 +80,6 @@ def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
     assert max(row["step"] - row["start_version"] for row in kept) <= 2
 
 
-# Cancelled prompts are accounted for; dropping favors short answers.
 def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     ledger = run.orchestrator.ledger
@@ -175,7 +172,6 @@ def test_many_prompts_are_requeued_only_if_the_age_bound_is_below_the_async_wind
     assert shares[3] == 0, "as the remark about max_off_policy_steps states"
 
 
-# A full batch must not discard fresh finished groups.
 def test_no_fresh_finished_group_is_discarded() -> None:
     run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)
     assert {row["reason"] for row in run.recorder.of("groups")} == {None, "zero_advantage"}

@@ -18,15 +18,6 @@ async def fail(message: str) -> None:
     raise ZeroDivisionError(message)
 
 
-async def test_the_first_failure_of_any_task_is_the_failure_of_the_run() -> None:
-    supervisor = Supervisor()
-    bystander = supervisor.spawn(for_ever(), "bystander")
-    supervisor.spawn(fail("in a loop"), "loop")
-    with pytest.raises(ZeroDivisionError, match="in a loop"):
-        await asyncio.wait_for(supervisor.run_until(for_ever()), 5)
-    assert bystander.cancelled()
-
-
 async def test_a_task_that_fails_before_the_main_one_starts_is_not_lost() -> None:
     supervisor = Supervisor()
     supervisor.spawn(fail("early"), "loop")

@@ -165,8 +165,6 @@ async def test_every_prompt_is_trained_once_whenever_ranks_are_lost(losses, ever
 
 
 class Ranks:
-    """A trainer whose calls are noted."""
-
     def __init__(self, calls: list[str]) -> None:
         self.queue = asyncio.Lock()
         self.config = CONFIG

@@ -172,7 +172,6 @@ class Bench:
             self.up.remove(server)
 
     async def step(self) -> dict[str, float]:
-        """A training step and its sync."""
         self.trainer.version += 1
         async with asyncio.timeout(5):
             return await self.weights.sync()
