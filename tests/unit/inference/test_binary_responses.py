@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.asgi import respond, send_request
 
 from telescope.errors import InfrastructureError
 from telescope.inference.vllm import adapter as wire
@@ -29,24 +30,16 @@ async def through_middleware(
     parts: list[bytes], *, status: int = 200, headers: list[Any] = ACCEPT, spans: str | None = None, path: str = ""
 ) -> tuple[int, dict[bytes, bytes], bytes]:
     """What a caller with `headers` gets where vLLM answers with `parts`."""
-    sent: list[Any] = []
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         own = [(b"Content-Type", b"application/json"), (b"content-length", str(len(b"".join(parts))).encode())]
         if spans is not None:
             own.append((wire.VERSION_SPANS_HEADER.encode(), spans.encode()))
-        await send({"type": "http.response.start", "status": status, "headers": own})
-        for number, part in enumerate(parts, 1):
-            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
+        await respond(send, *parts, status=status, headers=own)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path or wire.GENERATE_ROUTE, "headers": headers}
-    await BinaryResponseMiddleware(vllm)(scope, None, send)  # type: ignore[arg-type]
-    start, *bodies = sent
-    got = {name.lower(): value for name, value in start["headers"]}
-    return start["status"], got, b"".join(body.get("body", b"") for body in bodies)
+    middleware = BinaryResponseMiddleware(vllm)
+    response = await send_request(middleware, path or wire.GENERATE_ROUTE, headers=headers)
+    return response.status, response.headers, response.body
 
 
 @pytest.mark.parametrize("version", ["0.26", "0.32"])
@@ -131,7 +124,6 @@ def engine_output(
 async def from_engine(engine: Engine, *, output_kind: int = wire.FINAL_ONLY, headers: list[Any] = ACCEPT) -> bytes:
     """The body of an answer that a vLLM of this engine writes."""
     app = SimpleNamespace(state=SimpleNamespace(serving_tokens=SimpleNamespace(engine_client=engine)))
-    sent: list[Any] = []
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         params = SimpleNamespace(output_kind=SimpleNamespace(value=output_kind))
@@ -142,15 +134,9 @@ async def from_engine(engine: Engine, *, output_kind: int = wire.FINAL_ONLY, hea
         content = {"content": entries}
         span = [{"version": "7", "start": 0, "end": 1}]
         choice = {"token_ids": last.token_ids, "logprobs": content, "finish_reason": "stop", "weight_versions": span}
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps({"choices": [choice]}).encode()})
+        await respond(send, json.dumps({"choices": [choice]}).encode())
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": wire.GENERATE_ROUTE, "headers": headers, "app": app}
-    await BinaryResponseMiddleware(vllm)(scope, None, send)  # type: ignore[arg-type]
-    return bytes(sent[-1]["body"])
+    return (await send_request(BinaryResponseMiddleware(vllm), wire.GENERATE_ROUTE, headers=headers, app=app)).body
 
 
 @given(st.lists(st.tuples(st.integers(0, 150_000), st.floats(-30, 0, width=32)), max_size=40))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakes.asgi import respond, send_request
 
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE, EngineHangMiddleware
 
@@ -31,22 +32,14 @@ class Server:
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/update_weights":
             await self.call_may_end.wait()
-        await send({"type": "http.response.start", "status": self.status, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+        await respond(send, b"done", status=self.status)
 
     async def request(self, path: str) -> tuple[int, bytes]:
-        """Status and body of the answer."""
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
         app = SimpleNamespace(state=SimpleNamespace(engine_client=self))
-        await self._middleware({"type": "http", "path": path, "app": app}, None, send)  # type: ignore[arg-type]
-        return sent[0]["status"], sent[1]["body"]
+        response = await send_request(self._middleware, path, app=app)
+        return response.status, response.body
 
     async def is_healthy_for(self, seconds: float, *, every: float = 2.0) -> bool:
-        """Whether all health checks of that time find it healthy."""
         end = self.clock + seconds
         while self.clock < end:
             self.clock = min(self.clock + every, end)
@@ -131,12 +124,6 @@ async def test_time_in_which_the_server_itself_was_stopped_does_not_count(server
     server.loops.clear()
     assert await server.is_healthy_for(4)
     assert await server.is_healthy_for(100 * STEP, every=100 * STEP)
-
-
-async def test_only_one_query_is_pending(server: Server) -> None:
-    server.loops.clear()
-    assert await server.is_healthy_for(STEP / 2)
-    assert server.num_asked == 1
 
 
 async def test_a_failed_query_is_repeated_and_vllm_answers(server: Server) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakes.asgi import respond, send_request
 
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE, SALTED_ROUTES, PolicyVersionMiddleware
@@ -42,8 +43,7 @@ class Engine:
         self.seen.append((scope["path"], json.loads(body) if body else {}))
         if scope["path"] in SALTED_ROUTES:
             await self.block.wait()
-        await send({"type": "http.response.start", "status": self.status, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await respond(send, b"{}", status=self.status)
 
     @property
     def salts(self) -> list[str]:
@@ -59,24 +59,9 @@ class Caller:
 
     async def post(self, path: str, body: Any = None, *, leave: asyncio.Event | None = None) -> tuple[int, dict, Any]:
         raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        messages = [{"type": "http.request", "body": raw}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop(0)
-            await (leave or asyncio.Event()).wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
         headers = [(b"content-length", str(len(raw)).encode())]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": self.engine}
-        await self.middleware(scope, receive, send)
-        if not sent:
-            return 0, {}, None
-        return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
+        response = await send_request(self.middleware, path, raw, leave=leave, headers=headers, app=self.engine)
+        return response.status, response.headers, json.loads(response.body) if response.messages else None
 
     async def generate(self, name: str = "r", **body: Any) -> tuple[int, dict, Any]:
         return await self.post(wire.GENERATE_ROUTE, {"request_id": name, "token_ids": [1], **body})
@@ -223,8 +208,7 @@ async def test_a_body_that_is_not_json_reaches_vllm_unchanged() -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         reached.append((await receive())["body"])
-        await send({"type": "http.response.start", "status": 400, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await respond(send, b"{}", status=400)
 
     caller = Caller(engine)
     caller.middleware = PolicyVersionMiddleware(app, note_spans=False)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.fakes.asgi import respond, send_request
 
 from telescope.inference.base import METRICS_ROUTE
 from telescope.inference.engine_metrics import parse
@@ -137,23 +138,14 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
 
 
 async def through_middleware(path: Path | None, route: str) -> tuple[dict[bytes, bytes], bytes]:
-    sent: list[Any] = []
-    sent_headers: list[Any] = []
-
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        sent_headers.extend(scope["headers"])
         headers = [(b"content-type", b"text/plain"), (b"content-length", b"17")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"vllm:x_total 1.0\n"})
+        await respond(send, b"vllm:x_total 1.0\n", headers=headers)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "GET", "path": route, "headers": [(b"accept-encoding", b"gzip")]}
     with patch.dict(os.environ, {STEP_METER_VARIABLE: str(path)}):
         middleware = StepMetricsMiddleware(vllm)
-    await middleware(scope, None, send)  # type: ignore[arg-type]
-    return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
+    response = await send_request(middleware, route, method="GET", headers=[(b"accept-encoding", b"gzip")])
+    return response.headers, response.body
 
 
 async def test_metrics_include_the_meter_and_vllms_own(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from telescope.inference.base import RequestId, parse_request_id
 from telescope.inference.request_tracing import (
     TraceReceiver,
-    read_traces,
     request_rows,
     trace_environment,
     why_not_available,
@@ -39,7 +38,6 @@ def receiver(rows: list[dict[str, Any]]) -> Iterator[TraceReceiver]:
 
 
 def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None, path: str | None = None) -> int:
-    """Post as an exporter does; returns the status."""
     target = receiver.target
     headers = dict(pair.split("=") for pair in [trace_environment(target, 0)["OTEL_EXPORTER_OTLP_TRACES_HEADERS"]])
     connection = http.client.HTTPConnection(urlsplit(target.url).netloc, timeout=30)
@@ -112,7 +110,3 @@ def test_a_port_in_use_is_replaced_by_a_free_one():
         receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)
         assert urlsplit(receiver.target.url).port != port
         receiver.stop()
-
-
-def test_a_message_of_other_spans_has_no_rows():
-    assert list(read_traces(b"")) == []

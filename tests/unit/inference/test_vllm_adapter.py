@@ -20,7 +20,6 @@ VERSIONS = ("0.26", "0.32")
 
 
 def recorded(version: str, name: str) -> tuple[bytes, str | None, dict[str, Any]]:
-    """Body as bytes, the version header, and the body decoded."""
     answer = json.loads((ANSWERS / version / f"{name}.json").read_text())
     return json.dumps(answer["body"]).encode(), answer["spans_header"], answer["body"]
 
@@ -41,14 +40,6 @@ def test_recorded_answers_of_both_versions_are_read(version: str, name: str) -> 
     expected = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert parsed.logprobs_N.tolist() == np.float32(expected).tolist()
     assert parsed.version_spans == ([(6, 0, len(expected))] if expected else [])
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_recorded_logprob_entries_belong_to_their_tokens(version: str) -> None:
-    _, _, decoded = recorded(version, "length")
-    choice = decoded["choices"][0]
-    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
-        assert entry.get("token_id", entry.get("token")) in (token, f"token_id:{token}")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

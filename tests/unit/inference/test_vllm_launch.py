@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -45,61 +44,75 @@ def value_of(command: LaunchCommand, flag: str) -> str:
     return command.arguments[command.arguments.index(flag) + 1]
 
 
-@pytest.mark.parametrize(("on_cpu", "fields", "seconds"), [
-    (False, {}, 300), (True, {}, 600), (False, {"inference_hang_timeout_seconds": 20.5}, 20.5),
+def given(command: LaunchCommand, name: str) -> Any:
+    """The value of a flag, True if it has none, or of a variable; None if it is not there."""
+    if not name.startswith("--"):
+        return command.environment.get(name)
+    if name not in command.arguments:
+        return None
+    value = next(iter(command.arguments[command.arguments.index(name) + 1 :]), "--")
+    return True if value.startswith("--") else value
+
+
+GPU: dict[str, Any] = {"on_cpu": False}
+TWO: dict[str, Any] = {"inference_tensor_parallel_size": 2, "inference_num_workers": 2}
+EAGER, CHUNKS, BATCH = "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"
+SLOTS, DTYPE, REMOTE = "--max-num-seqs", "--dtype", "--trust-remote-code"
+PROCESS, CACHE, THREADS = "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "OMP_NUM_THREADS"
+STEP = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+CHAT = {
+    "chat_template": "{{ messages }}", "enable_thinking": True, "vllm_tool_call_parser": "hermes",
+    "vllm_reasoning_parser": "qwen3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    (GPU, {STEP_LIMIT_VARIABLE: "300.0", STEP: "300"}), ({}, {STEP_LIMIT_VARIABLE: "600.0", STEP: "600"}),
+    (GPU | {"inference_hang_timeout_seconds": 20.5}, {STEP_LIMIT_VARIABLE: "20.5", STEP: "21"}),
+    ({"weight_sync_timeout_seconds": 77.0}, {CALL_LIMIT_VARIABLE: "77.0"}),
+    ({}, {"--logprobs-mode": "processed_logprobs", SECRET_VARIABLE: "a-run-secret"}),
+    ({"lora_rank": 20}, {"--enable-lora": None}),
+    ({"lora_rank": 20, "lora_sync": "adapter"}, {"--max-lora-rank": "32", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}),
+    ({}, {DTYPE: "bfloat16"}), ({"inference_dtype": "float32"}, {DTYPE: "float32"}),
+    ({"mixed_precision_dtype": None, "model_dtype": "float16"}, {DTYPE: "float16"}),
+    ({"max_concurrent_prompts_per_server": 512, "group_size": 8}, {SLOTS: "4096", BATCH: "4096"}),
+    ({"max_num_seqs": 5}, {SLOTS: "5"}),
+    ({"max_model_len": 5000}, {CHUNKS: True, BATCH: "5000"}), (GPU, {CHUNKS: None, BATCH: None}),
+    ({}, {"--disable-uvicorn-access-log": True, "--no-enable-log-requests": True, "--no-log-error-stack": True}),
+    ({}, {EAGER: True}), ({"inference_enforce_eager": False}, {EAGER: None}),
+    (GPU, {EAGER: None}), (GPU | {"inference_enforce_eager": True}, {EAGER: True}),
+    ({"inference_kv_cache_gib": 1.5, "inference_threads": 1},
+     {CACHE: "2", THREADS: "1", "--gpu-memory-utilization": None}),
+    ({"inference_kv_cache_gib": 6, **TWO}, {CACHE: "3", PROCESS: None}), ({}, {PROCESS: "0"}),
+    (GPU | {"gpu_memory_utilization": 0.5}, {"--gpu-memory-utilization": "0.5", THREADS: None, PROCESS: None}),
+    ({}, {REMOTE: None}), ({"trust_remote_code": True}, {REMOTE: True}),
+    ({}, {REQUIRE_UPDATE_VARIABLE: None}), ({"restarted": True}, {REQUIRE_UPDATE_VARIABLE: "1"}),
+    ({}, {"--chat-template": None, "--tool-call-parser": None, "--reasoning-parser": None}),
+    (CHAT, {"--tool-call-parser": "hermes", "--enable-auto-tool-choice": True, "--reasoning-parser": "qwen3",
+            "--default-chat-template-kwargs": '{"enable_thinking": true}'}),
+    (GPU | TWO, {"--tensor-parallel-size": "2", "--distributed-executor-backend": "mp"}),
+    ({"weight_transfer": "background"}, {TRANSFER_VARIABLE: "background"}),
+    ({"version": "0.32.0"}, {"--enable-scale-out": True}), ({"version": "0.30.1"}, {"--enable-scale-out": True}),
+    ({"version": "0.29.0"}, {"--enable-scale-out": None, "VLLM_ENABLE_SCALE_OUT_ENDPOINTS": "1"}),
 ])  # fmt: skip
-def test_timeouts_of_steps_and_calls_follow_the_config(tmp_path, on_cpu, fields, seconds):
-    environment = launch(tmp_path, on_cpu=on_cpu, weight_sync_timeout_seconds=77.0, **fields).environment
-    assert float(environment[STEP_LIMIT_VARIABLE]) == seconds
-    assert int(environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) == math.ceil(seconds)
-    assert float(environment[CALL_LIMIT_VARIABLE]) == 77
+def test_flags_and_variables_follow_config_device_and_version(tmp_path, fields, expected):
+    command = launch(tmp_path, **fields)
+    assert {name: given(command, name) for name in expected} == expected
 
 
-def test_the_secret_travels_in_the_environment_only(tmp_path):
-    command = launch(tmp_path)
-    assert command.environment[SECRET_VARIABLE] == "a-run-secret"
-    assert not any("a-run-secret" in argument for argument in command.arguments)
+def test_a_version_outside_the_supported_ones_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"0\.26 to 0\.32"):
+        launch(tmp_path, "0.25.0")
 
 
-def test_logprobs_are_those_of_the_sampled_distribution(tmp_path):
-    assert value_of(launch(tmp_path), "--logprobs-mode") == "processed_logprobs"
+def test_the_secret_is_no_argument(tmp_path):
+    assert not any("a-run-secret" in argument for argument in launch(tmp_path).arguments)
 
 
 def test_the_secret_check_is_the_outermost_middleware(tmp_path):
     arguments = launch(tmp_path).arguments
     given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == "--middleware"]
     assert given[-1] == "telescope.inference.auth.RunSecretMiddleware"  # vLLM adds them inside out
-
-
-def test_a_server_takes_adapters_of_the_next_rank_that_vllm_has(tmp_path):
-    assert "--enable-lora" not in launch(tmp_path, lora_rank=20).arguments
-    command = launch(tmp_path, lora_rank=20, lora_sync="adapter")
-    assert value_of(command, "--max-lora-rank") == "32"
-    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-
-
-def test_only_versions_with_the_scale_out_flag_get_it(tmp_path):
-    assert "--enable-scale-out" in launch(tmp_path, "0.32.0").arguments
-    assert "--enable-scale-out" in launch(tmp_path, "0.30.1").arguments
-    older = launch(tmp_path, "0.29.0")
-    assert "--enable-scale-out" not in older.arguments
-    assert older.environment["VLLM_ENABLE_SCALE_OUT_ENDPOINTS"] == "1"
-    with pytest.raises(UserError, match=r"0\.26 to 0\.32"):
-        launch(tmp_path, "0.25.0")
-
-
-def test_the_engine_computes_in_the_runs_inference_dtype(tmp_path):
-    assert value_of(launch(tmp_path), "--dtype") == "bfloat16"
-    assert value_of(launch(tmp_path, mixed_precision_dtype=None, model_dtype="float16"), "--dtype") == "float16"
-    assert value_of(launch(tmp_path, inference_dtype="float32"), "--dtype") == "float32"
-
-
-def test_the_engine_runs_all_request_slots(tmp_path):
-    command = launch(tmp_path, max_concurrent_prompts_per_server=512, group_size=8)
-    assert value_of(command, "--max-num-seqs") == "4096"
-    assert int(value_of(command, "--max-num-batched-tokens")) >= 4096
-    assert "--max-num-batched-tokens" not in launch(tmp_path, on_cpu=False).arguments
-    assert value_of(launch(tmp_path, max_num_seqs=5), "--max-num-seqs") == "5"
 
 
 def test_a_wrapper_is_served_for_text_alone(tmp_path):
@@ -113,47 +126,6 @@ def test_a_wrapper_is_served_for_text_alone(tmp_path):
         command = launch_on_gpu(tmp_path, str(model), None)
         assert ("--limit-mm-per-prompt" in command.arguments) is has_flag
         assert not has_flag or set(json.loads(value_of(command, "--limit-mm-per-prompt")).values()) == {0}
-
-
-def test_the_log_does_not_grow_with_the_number_of_requests(tmp_path):
-    flags = {"--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-log-error-stack"}
-    assert flags <= set(launch(tmp_path).arguments)
-
-
-def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path):
-    command = launch(tmp_path, max_model_len=5000)
-    assert "--no-enable-chunked-prefill" in command.arguments
-    assert int(value_of(command, "--max-num-batched-tokens")) >= 5000
-    assert "--no-enable-chunked-prefill" not in launch(tmp_path, on_cpu=False).arguments
-
-
-def test_eager_on_the_cpu_and_graphs_on_gpus_by_default(tmp_path):
-    assert "--enforce-eager" in launch(tmp_path, on_cpu=True).arguments
-    assert "--enforce-eager" not in launch(tmp_path, on_cpu=False).arguments
-    assert "--enforce-eager" in launch(tmp_path, on_cpu=False, inference_enforce_eager=True).arguments
-    assert "--enforce-eager" not in launch(tmp_path, on_cpu=True, inference_enforce_eager=False).arguments
-
-
-def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path):
-    on_cpu = launch(tmp_path, inference_kv_cache_gib=1.5, inference_threads=1)
-    assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert on_cpu.environment["OMP_NUM_THREADS"] == "1"
-    assert "--gpu-memory-utilization" not in on_cpu.arguments
-    on_gpu = launch(tmp_path, on_cpu=False, gpu_memory_utilization=0.5)
-    assert value_of(on_gpu, "--gpu-memory-utilization") == "0.5"
-    assert "OMP_NUM_THREADS" not in on_gpu.environment
-
-
-def test_the_only_worker_on_a_cpu_needs_no_process_of_its_own(tmp_path):
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    assert launch(tmp_path, on_cpu=True).environment[name] == "0"
-    assert name not in launch(tmp_path, on_cpu=True, inference_tensor_parallel_size=2).environment
-    assert name not in launch(tmp_path, on_cpu=False).environment
-
-
-def test_the_kv_cache_of_a_server_on_the_cpu_is_shared_by_its_workers(tmp_path):
-    two = launch(tmp_path, inference_kv_cache_gib=6, inference_tensor_parallel_size=2, inference_num_workers=2)
-    assert two.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 
 def test_the_workers_of_a_server_meet_on_loopback(tmp_path, monkeypatch):
@@ -172,28 +144,8 @@ def test_experts_on_a_gpu_keep_their_loaded_layout(tmp_path):
     assert "--moe-backend" not in launch_on_gpu(tmp_path, str(dense), None).arguments
 
 
-def test_remote_code_runs_only_when_asked_for(tmp_path):
-    assert "--trust-remote-code" not in launch(tmp_path).arguments
-    assert "--trust-remote-code" in launch(tmp_path, trust_remote_code=True).arguments
-
-
-def test_a_restarted_server_must_be_updated_before_it_samples(tmp_path):
-    assert REQUIRE_UPDATE_VARIABLE not in launch(tmp_path).environment
-    assert launch(tmp_path, restarted=True).environment[REQUIRE_UPDATE_VARIABLE] == "1"
-
-
-def test_chat_settings_reach_the_openai_compatible_api(tmp_path):
-    command = launch(
-        tmp_path, chat_template="{{ messages }}", enable_thinking=True, vllm_tool_call_parser="hermes",
-        vllm_reasoning_parser="qwen3",
-    )  # fmt: skip
-    assert Path(value_of(command, "--chat-template")).read_text() == "{{ messages }}"
-    assert json.loads(value_of(command, "--default-chat-template-kwargs")) == {"enable_thinking": True}
-    assert value_of(command, "--tool-call-parser") == "hermes"
-    assert "--enable-auto-tool-choice" in command.arguments
-    assert value_of(command, "--reasoning-parser") == "qwen3"
-    plain = launch(tmp_path).arguments
-    assert not {"--chat-template", "--tool-call-parser", "--reasoning-parser"} & set(plain)
+def test_a_chat_template_reaches_the_server_as_a_file(tmp_path):
+    assert Path(value_of(launch(tmp_path, **CHAT), "--chat-template")).read_text() == "{{ messages }}"
 
 
 def test_the_users_own_vllm_plugins_stay_enabled(tmp_path, monkeypatch):
@@ -201,12 +153,6 @@ def test_the_users_own_vllm_plugins_stay_enabled(tmp_path, monkeypatch):
     assert launch(tmp_path).environment["VLLM_PLUGINS"] == "theirs,telescope"
     monkeypatch.delenv("VLLM_PLUGINS")
     assert "VLLM_PLUGINS" not in launch(tmp_path).environment
-
-
-def test_tensor_parallel_workers_are_vllms_own_processes(tmp_path):
-    command = launch(tmp_path, on_cpu=False, inference_num_workers=4, inference_tensor_parallel_size=2)
-    assert value_of(command, "--tensor-parallel-size") == "2"
-    assert value_of(command, "--distributed-executor-backend") == "mp"
 
 
 def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path):
@@ -282,10 +228,6 @@ def test_a_server_gets_the_reason_for_weights_in_place(tmp_path):
     chosen = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, weight_transfer="in_place")
     assert chosen.environment[TRANSFER_VARIABLE] == "in_place"
     assert value_of(chosen, "--gpu-memory-utilization") == "0.9"
-
-
-def test_the_engine_decides_the_weight_transfer_on_a_cpu(tmp_path):
-    assert launch(tmp_path, weight_transfer="background").environment[TRANSFER_VARIABLE] == "background"
 
 
 def test_a_staging_buffer_that_leaves_no_kv_cache_is_refused(tmp_path):
