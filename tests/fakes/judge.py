@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.fakes.http import Handler, serve
 
 Reply = tuple[int, Any, dict[str, str]]
 """Status, the answer (text, or the raw body of an error), and further headers."""
@@ -34,11 +33,9 @@ def judge_server(answer: Callable[[dict[str, Any]], str | Reply]) -> Iterator[tu
     """Serves `answer(request body)`. Yields the URL and the list of requests, with the key as `key`."""
     requests: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Judge(Handler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.body
             requests.append(body | {"key": self.headers["Authorization"].removeprefix("Bearer ")})
             replied = answer(body)
             status, text, headers = (200, replied, {}) if isinstance(replied, str) else replied
@@ -46,24 +43,7 @@ def judge_server(answer: Callable[[dict[str, Any]], str | Reply]) -> Iterator[tu
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             made = {"id": "1", "object": "chat.completion", "created": 1, "model": "j", "choices": [choice]}
-            sent = json.dumps(made | {"usage": usage} if status == 200 else {"error": {"message": text}}).encode()
-            self.send_response(status)
-            for name, value in (
-                {"Content-Type": "application/json", "Content-Length": str(len(sent))} | headers
-            ).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(sent)
+            self.send_json(made | {"usage": usage} if status == 200 else {"error": {"message": text}}, status, headers)
 
-        def log_message(self, format: str, *_: Any) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(Judge) as url:
+        yield f"{url}/v1", requests

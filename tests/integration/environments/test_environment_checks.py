@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.fakes.http import Handler, serve
 from tests.fakes.judge import grades, judge_server
 
 from telescope.cli.main import main
@@ -200,30 +199,16 @@ def test_trying_an_agent_that_needs_a_tokenizer_names_the_command_that_has_one(c
 def test_a_served_model_answers_beside_the_script(capsys, tmp_path, tokenizer_path):
     requests = []
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(Handler):
         def do_GET(self):
-            self.reply({"data": [{"id": "served"}]})
+            self.send_json({"data": [{"id": "served"}]})
 
         def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.reply({"choices": [{"text": "[crane]", "finish_reason": "stop"}]})
+            requests.append(self.body)
+            self.send_json({"choices": [{"text": "[crane]", "finish_reason": "stop"}]})
 
-        def reply(self, body):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_):
-            return None
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serve(Server) as url:
         code, out, err = check(capsys, "wordle", "--url", url, "--model", tokenizer_path, "--samples", 1)
-    finally:
-        server.shutdown()
-        server.server_close()
     assert code == 0 and "the model: reward" in out and "'[crane]'" in out, out + err
     assert requests[0]["model"] == "served" and isinstance(requests[0]["prompt"][0], int)
     assert check(capsys, "wordle", "--url", url)[0] == 2

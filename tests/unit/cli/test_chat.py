@@ -2,10 +2,9 @@
 
 import io
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from tests.fakes.http import Handler, serve
 
 from telescope.cli import chat
 from telescope.cli.main import main
@@ -13,20 +12,16 @@ from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.chat import ChatSettings, Conversation, connect
 
 
-class FakeServer(BaseHTTPRequestHandler):
+class FakeServer(Handler):
     """Streams the words of `answer`; `fault` is "refuse" or "break off"."""
 
+    protocol_version = "HTTP/1.0"
     answer, fault, requests = "one two three", None, []
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(body)
+        self.requests.append(self.body)
         if self.fault == "refuse":
-            text = json.dumps({"error": {"message": "the prompt is longer than the context"}}).encode()
-            self.send_response(400)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self.send_json({"error": {"message": "the prompt is longer than the context"}}, 400)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -41,20 +36,13 @@ class FakeServer(BaseHTTPRequestHandler):
     def send_event(self, event):
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    def log_message(self, *arguments):
-        pass
-
 
 @pytest.fixture
 def conversation():
     FakeServer.fault, FakeServer.requests = None, []
-    server = HTTPServer(("127.0.0.1", 0), FakeServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    client = connect(f"http://127.0.0.1:{server.server_port}", "secret")
     settings = ChatSettings(temperature=0.5, top_p=1.0, stops={"stop_token_ids": [7]})
-    yield Conversation(client, "model", settings, system="Be short.")
-    server.shutdown()
-    server.server_close()
+    with serve(FakeServer) as url:
+        yield Conversation(connect(url, "secret"), "model", settings, system="Be short.")
 
 
 def test_an_answer_is_streamed_and_the_next_question_carries_the_history(conversation):

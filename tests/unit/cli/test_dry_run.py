@@ -234,8 +234,3 @@ def test_a_kv_cache_that_holds_no_sequence_is_an_error(dry_run, tmp_path):
     model = write_model_folder(tmp_path / "wide", **wide)
     _, error = dry_run(**HERE, **values, mixed_precision_dtype="null", model=model)
     assert "max_model_len is 8192, but the KV cache" in error
-
-
-def test_all_problems_of_this_machine_are_reported_together(dry_run):
-    _, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4, "run_dir": "/proc/telescope"})
-    assert len(error.splitlines()) == 2 and "run_dir is '/proc/telescope'" in error

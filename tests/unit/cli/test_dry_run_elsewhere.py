@@ -77,7 +77,6 @@ def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
 
 
 def memory_of(printed: str) -> list[str]:
-    """The rows of the estimate and what is shown of them."""
     rows = printed.partition("Memory (estimate")[2].splitlines()[1:]
     return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
 

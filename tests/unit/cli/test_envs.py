@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
+from tests.fakes.http import Handler, serve
 
 from telescope.cli import chat
 from telescope.cli.envs import KINDS
@@ -28,37 +27,21 @@ def run(capsys, *arguments):
 def chat_server():
     """A model server that answers with what `reply` returns for the messages; keeps the requests."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Model(Handler):
         requests, status = [], 200
         reply = staticmethod(lambda messages: "hello")
 
         def do_GET(self):
-            self._send({"data": [{"id": "the-model"}]})
+            self.send_json({"data": [{"id": "the-model"}]}, self.status)
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.body
             self.requests.append((self.path, body, self.headers.get("Authorization")))
-            content = type(self).reply(body["messages"])
-            self._send({"choices": [{"message": {"content": content}, "finish_reason": "stop"}]})
+            message = {"content": type(self).reply(body["messages"])}
+            self.send_json({"choices": [{"message": message, "finish_reason": "stop"}]}, self.status)
 
-        def _send(self, answer):
-            data = json.dumps(answer).encode()
-            self.send_response(type(self).status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    Handler.url = f"http://127.0.0.1:{server.server_port}"
-    yield Handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve(Model) as Model.url:
+        yield Model
 
 
 def test_list_names_all_with_their_kind_and_import_problems(capsys, tmp_path):
