@@ -140,6 +140,7 @@ def test_show_prints_the_resolved_configuration(capsys, tmp_path):
     assert (values["seed"], values["free_lane_after_generation"]) == (7, False)
     assert set(values) == set(TelescopeConfig.model_fields)
     assert "free_lane_after_generation adjusted" in err
+    assert "seed: 7  # set" in out
 
 
 def test_defaults_prints_every_field(capsys):

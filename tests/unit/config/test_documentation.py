@@ -17,10 +17,7 @@ from telescope.config.generate import (
     default_yaml,
     describe_all,
     describe_section,
-    resolved_yaml,
-    yaml_text,
 )
-from telescope.config.loader import load_config
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 
@@ -70,32 +67,6 @@ def test_the_documentation_names_every_field_and_every_rule():
 def test_the_default_file_contains_exactly_the_defaults_for_any_yaml_reader():
     defaults = TelescopeConfig(environments=[{"name": "a"}]).values | {"environments": []}
     assert yaml.safe_load(default_yaml()) == defaults
-
-
-def test_the_default_file_with_an_environment_is_a_run(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(default_yaml().replace("environments: []", "environments: [{name: a}]"))
-    assert load_config(path, [], {}).config.values == TelescopeConfig(environments=[{"name": "a"}]).values
-
-
-def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
-    config = TelescopeConfig(
-        environments=[{"name": "a", "kwargs": {"text": 'quote " and : colon', "list": [1, None]}}],
-        chat_template="{% for m in messages %}\n{{ m }}\n{% endfor %}",
-        learning_rate=3e-7,
-        wandb_tags=["yes", "1"],
-    )
-    path = tmp_path / "resolved.yaml"
-    path.write_text(resolved_yaml(config))
-    assert load_config(path, [], {}).config.hash == config.hash
-    assert "learning_rate: 3.0e-07  # set" in path.read_text()
-
-
-@pytest.mark.parametrize(
-    "value", [1e-7, 1.0, 12345678.9, "a: b", "", None, True, [], ["a"], {}, {"a": [1, {"b": None}]}]
-)
-def test_values_are_written_as_yaml_that_any_reader_understands(value):
-    assert yaml.safe_load(f"x: {yaml_text(value)}") == {"x": value}
 
 
 ONLY_CHECKED = {"megatron_global_batch_size"}

@@ -86,12 +86,6 @@ def test_fields_that_take_only_text_get_it_as_typed(name, typed):
     assert parse_overrides(["--chat_template", "null"]) == {"chat_template": None}
 
 
-def test_a_boolean_flag_alone_means_true_also_before_another_flag():
-    assert parse_overrides(["--debug", "--trust_remote_code", "--seed", "3"]) == {
-        "debug": True, "trust_remote_code": True, "seed": 3,
-    }  # fmt: skip
-
-
 def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
     variables = {
         "TELESCOPE_RUN_DIR": "/tmp/x", "TELESCOPE_CHECKPOINT_DIR": "/tmp/c", "WANDB_PROJECT": "p",
@@ -159,7 +153,8 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
         ("algorithm", "gpro", "Did you mean 'grpo'?"), ("model_dtype", "bf16", "one of"),
         ("train_backend", "deepspeed", "class path"), ("use_wandb", "maybe", "true or false"),
         ("fsdp_reshard_after_forward", "maybe", 'true or false, or "auto"'),
-        ("wandb_tags", "a", "must be a list"), ("checkpoint_every", "true", "number of steps"),
+        ("wandb_tags", "a", "must be a list"), ("wandb_tags", "[a, 1]", "but it must be text; put it in quotes"),
+        ("checkpoint_every", "true", "number of steps"),
         ("resume_from_checkpoint", "0", "number of a checkpoint"), ("ray_runtime_env", "[1]", "must be a mapping"),
         ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001, the smallest share of a core that Ray counts"),
         ("ray_inference_cpus_per_worker", "0.00009", "at least 0.0001"),
@@ -263,13 +258,8 @@ def test_numbers_and_dates_of_yaml_1_1_alone_are_text(tmp_path, text):
     assert message.endswith("but it must be a whole number")
 
 
-def test_a_wrong_item_of_a_list_is_named():
-    message = error_of(None, "--environments", "[{name: a}]", "--wandb_tags", "[a, 1]")
-    assert message == "wandb_tags[1] is 1 (command line), but it must be text; put it in quotes"
-
-
-PASS_K = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
-GREEDY = f"[{{name: a, temperature: 0, {PASS_K}}}, {{name: b, {PASS_K}}}, {{name: c, temperature: 0}}]"
+PASS_K = "pass_k:_{at_k:_{metrics:_[correct],_k:_[8]}}"
+GREEDY = f"[{{name:_a,temperature:_0,{PASS_K}}},{{name:_b,{PASS_K}}},{{name:_c,temperature:_0}}]"
 QUANTIZED = "--inference_quantization fp8_per_block --inference_dtype bfloat16"
 ALPHA = "--lora_alpha 64 --lora_dropout 0.1"
 BELOW = "^max_off_policy_steps is 1, below max_async_rollout, which is 2:"
@@ -279,6 +269,10 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (
+            f"--evals {GREEDY} --eval_num_servers 0",
+            ["^evals: 'a' has pass_k and temperature 0: all samples of an item are the same"],
+        ),
         (QUANTIZED, ["Set use_tis to true"]),
         (f"{QUANTIZED} --use_tis true", []),
         (ALPHA, ["^lora_alpha and lora_dropout have no effect"]),
@@ -291,14 +285,9 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
     ],
 )
 def test_settings_that_seldom_help_get_one_remark(flags, words):
-    notes = load(None, *NO_WANDB, *flags.split()).notes
+    notes = load(None, *NO_WANDB, *(flag.replace(":_", ": ").replace(",_", ", ") for flag in flags.split())).notes
     assert len(notes) == bool(words)
     assert all(re.search(word, notes[0]) for word in words)
-
-
-def test_pass_at_k_of_greedy_answers_gets_a_remark():
-    (note,) = load(None, *NO_WANDB, "--evals", GREEDY, "--eval_num_servers", "0").notes
-    assert note.startswith("evals: 'a' has pass_k and temperature 0: all samples of an item are the same")
 
 
 def test_yaml_anchors_and_merges_work(tmp_path):

@@ -23,7 +23,6 @@ from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import known_shape
 from telescope.config.model_source import is_downloaded, is_local_path, read_meta_files
 from telescope.errors import ConfigError, UserError
-from telescope.utils.text import listed
 
 FILES = {"tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json"}
 
@@ -394,10 +393,6 @@ def test_a_hub_model_is_downloaded_once_all_files_of_its_index_are_here(tmp_path
 def test_a_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert config("~/m").model == str(tmp_path / "m")
-
-
-def test_long_lists_of_tensors_are_cut() -> None:
-    assert listed("abcdef") == "a, b, c, d and 2 more"
 
 
 def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):

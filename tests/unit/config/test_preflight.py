@@ -1,7 +1,6 @@
 """Checks that look at the machine: ports, the run directory, and all problems at once."""
 
 import functools
-import importlib.util
 import itertools
 import re
 import socket
@@ -119,14 +118,6 @@ def test_an_argument_that_is_neither_a_path_nor_a_name_is_bad_input(command, pat
     err = capsys.readouterr().err
     assert err.startswith("telescope: ")
     assert len(err) < 1000
-
-
-def test_what_trains_must_be_installed(monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name))
-    message = message_of(preflight.check_packages, config())
-    assert "not installed: ray." in message
-    assert "make setup" in message
 
 
 def test_the_packages_of_chosen_trackers_must_be_installed(monkeypatch):

@@ -19,7 +19,6 @@ def config(**values: object) -> TelescopeConfig:
 
 
 def numeric_fields() -> list[tuple[type[Section], str]]:
-    """Every field that takes whole numbers, or seconds."""
     fields = [(kind, name) for kind in [*SECTIONS, EnvironmentEntry, EvalEntry] for name in kind.model_fields]
     return [(kind, name) for kind, name in fields if accepts(kind, name, int) or name.endswith(("_seconds", "_s"))]
 
