@@ -64,7 +64,6 @@ def write_sample(recorder: Recorder, row: Mapping[str, Any]) -> None:
 
 
 def write_step(recorder: Recorder, step: int) -> None:
-    """Writes the rows of one step."""
     rows = sample_rows(step)
     for row in rows:
         write_sample(recorder, row)
@@ -182,5 +181,4 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def client(root: Path) -> TestClient:
-    """Requests to a dashboard over `root`."""
     return TestClient(create_app([root]), base_url="http://localhost")

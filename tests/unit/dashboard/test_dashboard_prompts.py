@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_STEPS, sample_rows, write_sample
 
-from telescope.dashboard import rollouts, samples
+from telescope.dashboard import rollouts
 from telescope.dashboard.app import create_app
 from telescope.dashboard.rollouts import add_tokens
 from telescope.record.recorder import Recorder
@@ -62,13 +62,6 @@ def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs_and_their_r
 @pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
 def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
     assert client.get(f"{RUN}/prompts?{query}").status_code == 400
-
-
-def test_a_list_leaves_out_what_all_prompts_begin_with():
-    same = "Solve this riddle with the given numbers: "
-    assert samples._elided(f"{same}1 2", same) == "… 1 2"
-    assert samples._elided("Add 1 and 2", "Add 1 and ") == "Add 1 and 2"
-    assert samples._same("abd", "abe") == "ab"
 
 
 def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):

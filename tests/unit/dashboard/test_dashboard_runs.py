@@ -152,16 +152,6 @@ def test_an_unchanged_answer_is_not_sent_again(client):
     assert client.get("/api/runs/first/steps", headers={"If-None-Match": tag}).status_code == 304
 
 
-def test_new_rows_of_a_live_run_appear(tmp_path):
-    with Recorder(tmp_path / "run") as recorder:
-        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
-        for step in range(2):
-            write_step(recorder, step)
-            assert recorder.flush()
-            assert client.get("/api/runs/run/steps").json()["step"] == list(range(step + 1))
-            assert client.get("/api/runs").json()["runs"][0]["steps"] == step + 1
-
-
 def test_compare_lists_only_settings_that_differ(client):
     body = client.get("/api/compare?runs=first,below~second").json()
     assert body["config"] == [{"key": "algorithm", "values": ["grpo", "rloo"], "bookkeeping": False}]
@@ -221,7 +211,6 @@ def test_every_address_is_documented_by_subject(client):
 
 
 async def events_of(runs: dict[str, Run], last_id: str | None) -> list[str]:
-    """The events of one look at some runs."""
     left = iter([False, True])
 
     async def is_gone() -> bool:
@@ -259,23 +248,6 @@ async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypat
     found = [event.decode() async for event in run_events(runs, None, is_gone, {"first": copy})]
     progress = [event.partition("data: ")[2] for event in found if event.startswith("event: remote")]
     assert [json.loads(text)["remote"]["done_bytes"] for text in progress] == [1, 2]
-
-
-async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypatch):
-    monkeypatch.setattr(events, "LIVE_SECONDS", 0.001)
-    monkeypatch.setattr(events, "ENDED_SECONDS", 0.003)
-    states = {"live": "live", "ended": "finished"}
-    looks = []
-    monkeypatch.setattr(events, "_look", lambda sizes, run: (looks.append(run) or {}, states[run]))
-    left = iter([False] * 6 + [True])
-
-    async def is_gone() -> bool:
-        return next(left)
-
-    monkeypatch.setattr(events, "TableSizes", lambda run: None)
-    async for _ in run_events({name: name for name in states}, None, is_gone):
-        pass
-    assert (looks.count("live"), looks.count("ended")) == (6, 2)
 
 
 def test_ids_of_events_that_no_event_had_are_ignored():

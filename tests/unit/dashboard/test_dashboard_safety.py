@@ -59,20 +59,13 @@ def test_every_answer_has_the_headers_of_safety(client):
         *("//etc/passwd", "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt"),
         *("/link.txt", "/assets/../../secret.txt", "/assets/%2e%2e%2f%2e%2e%2fsecret.txt", "/%2fetc%2fpasswd"),
         *("/..%5csecret.txt", "/a%00b", "/api/runs/..%2f..%2fetc%2fpasswd", "/api/runs/%2e%2e/steps"),
-        *("/api/runs//etc/passwd", "/api/runs/%2Fetc/steps"),
+        *("/api/runs//etc/passwd", "/api/runs/%2Fetc/steps", "/" + "a" * 10_000),
     ],
 )
 def test_no_path_leads_out(root, static, path):
     answer = TestClient(create_app([root], static=static)).get(f"http://localhost{path}")
     assert "root:" not in answer.text and answer.text != "secret"
     assert answer.status_code == 404 or "<title>index</title>" in answer.text
-
-
-def test_files_stay_below_the_folder_of_pages(root, static):
-    client = TestClient(create_app([root], static=static), base_url="http://localhost")
-    assert client.get("/index.html").status_code == 200
-    for path in ("..%2fsecret.txt", "/etc/passwd", "%2fetc%2fpasswd", "link.txt", "%00", "a" * 10_000):
-        assert client.get(f"http://localhost/{path}").status_code == 404, path
 
 
 def test_pages_are_served_and_hashed_files_are_kept(root, static):

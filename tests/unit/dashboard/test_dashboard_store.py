@@ -98,7 +98,6 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path):
 
 
 def write_blocks(run_dir, num_blocks):
-    """Writes a run with a step in each block of its tables."""
     for step in range(num_blocks):
         with Recorder(run_dir) as recorder:
             write_step(recorder, step)

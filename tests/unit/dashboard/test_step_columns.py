@@ -19,7 +19,6 @@ STEPS = st.lists(st.dictionaries(st.sampled_from(METRICS), st.integers(-9, 9).ma
 
 
 def table(first: int, recorded: Recorded) -> pa.Table:
-    """Rows of `steps` as the record has them."""
     numbers = range(first, first + len(recorded))
     times = [float(number) for number in numbers]
     metrics = pa.array([list(row.items()) for row in recorded], pa.map_(pa.string(), pa.float64()))
@@ -28,7 +27,6 @@ def table(first: int, recorded: Recorded) -> pa.Table:
 
 
 def store_of(rows: pa.Table) -> Any:
-    """A store whose record has these new rows and no statistics."""
     run = SimpleNamespace(rows_since=lambda name, cursor, columns: (rows, cursor + rows.num_rows))
     return SimpleNamespace(run=run, refresh=lambda name: {name: 0})
 
