@@ -38,7 +38,6 @@ class Sums(ToolEnvironment):
 
 
 def respond(environment, answer):
-    """The response to one answer, and the state."""
     state, _ = play(environment, SAMPLE, answer, "The end.")
     return state.trajectory[1].prompt[-1] if state.num_turns == 2 else None, state
 

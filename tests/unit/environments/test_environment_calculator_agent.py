@@ -20,7 +20,6 @@ QUESTION = Question((12, 7, 3), ("+", "*"))  # (12 + 7) * 3 = 57
 
 
 def play(*completions, style="short", question=QUESTION, **kwargs):
-    """Reward, metrics and responses of a rollout with these answers."""
     result, replies = result_of(*completions, style=style, question=question, **kwargs)
     return result.total_reward, result.sample_metrics, replies
 

@@ -97,7 +97,6 @@ def test_code_runs_against_the_tests_of_its_row(tmp_path):
 
 
 def after_call(environment, name, arguments, answer):
-    """A rollout of one call and then an answer."""
     answers = iter([f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>", answer])
     return roll_out_item(environment, 0, lambda _: Answer(next(answers)))
 

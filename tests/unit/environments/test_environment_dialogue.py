@@ -66,7 +66,6 @@ TEXTS = ["Guess a word of five letters.", "crane", "I say slate, for its letters
 
 
 def renderer(family: str, *, enable_thinking: bool = False) -> Renderer:
-    """A renderer over a tokenizer of the family."""
     template, kind, specials, bos, eos = FAMILIES[family]
     raw = Tokenizer(models.BPE(byte_fallback=kind == SPACES, unk_token="<unk>" if kind == SPACES else None))
     if kind == BYTES:
@@ -97,7 +96,6 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 def whole(made: Renderer, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
-    """The template's own ids of a conversation."""
     text = made.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=made.spec.enable_thinking
     )

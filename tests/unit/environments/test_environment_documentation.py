@@ -17,7 +17,6 @@ PAGE = (DOCS / "environments.md").read_text() + (DOCS / "tools.md").read_text()
 
 @pytest.fixture
 def shown(tmp_path):
-    """The page's programs, each in its folder."""
     programs = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     programs = [text for text in programs if "\nclass " in text and "SandboxTools" not in text]
     names = ("reverse", "higher_lower", "reverse_hard", "lengths")

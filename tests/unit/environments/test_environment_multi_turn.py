@@ -3,7 +3,7 @@
 import pytest
 from tests.unit.environments.turns import play
 
-from telescope.environments.base import MultiTurnEnvironment, RewardResult, RolloutState, Sample, TrajectoryStep
+from telescope.environments.base import MultiTurnEnvironment, RewardResult, Sample
 
 
 class Guess(MultiTurnEnvironment):
@@ -15,11 +15,6 @@ class Guess(MultiTurnEnvironment):
 
     def compute_reward(self, state, eos_token=""):
         return RewardResult(float(state.trajectory[-1].text == state.sample.answer), {"turns": state.num_turns})
-
-
-class SlowGuess(Guess):
-    async def compute_reward(self, state, eos_token=""):
-        return super().compute_reward(state)
 
 
 def played(environment, *answers):
@@ -35,23 +30,6 @@ def test_next_prompt_is_the_conversation_and_the_response():
 def test_a_system_message_of_the_sample_is_not_doubled():
     sample = Sample([{"role": "system", "content": "Mine."}, {"role": "user", "content": "Go."}])
     assert Guess(system_prompt="Yours.").get_initial_prompt(sample) == sample.prompt
-
-
-def test_the_rollout_ends_with_its_last_turn():
-    environment = Guess(max_turns=2)
-    state = played(environment, "3")
-    assert (state.is_completed, environment.is_done(state)) == (False, (False, None))
-    state = played(environment, "3", "7", "9")
-    assert (state.num_turns, state.stop_reason) == (2, "max_turns_reached")
-    assert environment.compute_reward(state).total_reward == 1.0
-
-
-async def test_eval_metrics_are_the_rewards_for_sync_and_async_code():
-    for environment in (Guess(), SlowGuess()):
-        state = played(environment, "7")
-        result = environment.compute_eval_metrics(state)
-        result = await result if isinstance(environment, SlowGuess) else result
-        assert result.metrics == {"reward": 1.0, "turns": 1}
 
 
 def test_a_response_that_repeats_the_conversation_is_refused():
@@ -73,15 +51,6 @@ def test_messages_that_a_response_changes_are_copies():
 
     step = played(Changing(), "3", "5").trajectory[-1]
     assert [message["content"] for message in [*step.prompt, *step.completion]] == ["Guess.", "3", "Wrong.", "5"]
-
-
-def test_states_of_two_rollouts_are_separate():
-    environment = Guess()
-    first, second = (environment.create_initial_state(environment.get_sample(0)) for _ in range(2))
-    first.custom["seen"] = 1
-    first.trajectory.append(TrajectoryStep([], []))
-    assert (second.custom, second.num_turns) == ({}, 0)
-    assert RolloutState(Sample(""), "x").custom is not RolloutState(Sample(""), "x").custom
 
 
 @pytest.mark.parametrize(

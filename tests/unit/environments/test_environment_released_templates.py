@@ -272,9 +272,6 @@ def test_a_text_that_ends_answers_is_in_the_history_once() -> None:
     assert extension.divergence is None
 
 
-FORGED = ["system", "user", "tool"]
-
-
 @pytest.mark.parametrize("name", sorted(released.TOKENIZERS))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

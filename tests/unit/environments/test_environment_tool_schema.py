@@ -244,34 +244,29 @@ def test_arguments_nested_without_end_are_an_argument_error():
         value = value.pop("children")[0]
 
 
-def test_functions_that_take_any_number_of_arguments():
-    def total(first: int, *rest: int, **named: int):
-        return first, rest, named
+def total(first: int, *rest: int, **named: int):
+    return first, rest, named
 
-    assert call(total, [1, 2, 3]) == (1, (2, 3), {})
-    assert call(total, {"first": 1, "extra": 2}) == (1, (), {"extra": 2})
+
+def place(a: int, b: int = 2, c: int = 3, /, *rest: int):
+    return a, b, c, rest
+
+
+@pytest.mark.parametrize(("function", "arguments", "expected"), [
+    (total, [1, 2, 3], (1, (2, 3), {})), (total, {"first": 1, "extra": 2}, (1, (), {"extra": 2})),
+    (total, {"first": 1, "rest": ["2", 3]}, (1, (2, 3), {})), (place, [2, 5], (2, 5, 3, ())),
+    (place, {"a": 1}, (1, 2, 3, ())), (place, {"a": 1, "b": 3}, (1, 3, 3, ())),
+    (place, {"a": 1, "c": 5}, (1, 2, 5, ())), (place, {"a": 1, "rest": [9]}, (1, 2, 3, (9,))),
+])  # fmt: skip
+def test_any_number_of_arguments_and_positional_ones_may_be_named(function, arguments, expected):
+    assert call(function, arguments) == expected
+
+
+def test_arguments_of_any_number_are_a_list_to_the_model():
     rest = {"default": [], "items": {"type": "integer"}, "type": "array"}
-    assert parameters_of(total)["properties"]["rest"] == rest  # a list to the model, which writes objects
-    assert call(total, {"first": 1, "rest": ["2", 3]}) == (1, (2, 3), {})
+    assert parameters_of(total)["properties"]["rest"] == rest
     with pytest.raises(ArgumentError, match=r"rest\.1: Input should be a valid integer"):
         call(total, [1, 2, "three"])
-
-
-def test_a_missing_argument_before_others_has_its_default():
-    def place(a: int, b: int = 2, c: int = 3, /, *rest: int):
-        return a, b, c, rest
-
-    assert call(place, {"a": 1, "c": 5}) == (1, 2, 5, ())
-    assert call(place, {"a": 1, "rest": [9]}) == (1, 2, 3, (9,))
-
-
-def test_positional_only_parameters_accept_names():
-    def power(base: int, exponent: int = 2, /):
-        return base**exponent
-
-    assert call(power, {"base": 3}) == 9
-    assert call(power, {"base": 3, "exponent": 3}) == 27
-    assert call(power, [2, 5]) == 32
 
 
 def test_the_state_is_passed_and_not_in_the_schema():

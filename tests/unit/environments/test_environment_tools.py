@@ -87,7 +87,6 @@ def after(environment, completion, state=None):
 
 
 def reply(environment, completion, state=None):
-    """Contents of the replies to a completion."""
     state = after(environment, completion, state)
     messages = environment.env_response(conversation(state), state)
     if asyncio.iscoroutine(messages):

@@ -32,7 +32,6 @@ def usage():
 
 @contextlib.asynccontextmanager
 async def judging(answer, **settings):
-    """A judge whose server answers so, and its requests."""
     with judge_server(answer) as (url, requests):
         judge = Judge(**{"url": url, "model": "j", **settings})
         yield judge, requests

@@ -5,7 +5,6 @@ from telescope.environments.local_rollout import take_turn
 
 
 def step(text: str, prompt=(), **fields) -> TrajectoryStep:
-    """A turn whose answer is `text`."""
     return TrajectoryStep(list(prompt), [assistant_message(text)], **fields)
 
 
