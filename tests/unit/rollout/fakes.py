@@ -141,7 +141,6 @@ def settings(**changes: Any) -> RolloutSettings:
 
 
 def task(prompt: list[int] | None = None) -> RolloutTask:
-    """A sample of the environment `arithmetic`."""
     return RolloutTask("5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], (7, 5, 0))
 
 

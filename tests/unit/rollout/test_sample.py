@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from tests.unit.rollout.fakes import Bench, FakeEngine, FakeEnvironments, FakeLanes, generation, reward, task, tick
 from tests.unit.rollout.fakes import settings as sample_settings
 
-from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Generation, parse_request_id
 from telescope.rollout.request_slots import RequestSlotPool
-from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
-from telescope.rollout.stops import Stops
+from telescope.rollout.sample import Rollout, request_seed
 from telescope.rollout.trajectory import compression_ratio
 from telescope.trainer.packing import lay_out, untrained_sample
 
@@ -231,7 +229,6 @@ async def test_a_sandbox_failure_is_retried_with_the_same_answer():
     assert len(bench.environments.calls) == 2
 
 
-# Infrastructure failures are never scored as reward 0.
 async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it():
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
     sample = await bench.run()
@@ -426,19 +423,3 @@ def test_many_rollouts_over_real_slots_leave_every_slot_free(outcomes, cancelled
     slots = asyncio.run(scenario())
     assert slots.num_used == slots.num_waiting == 0
     assert sorted(slots.servers[0].free_slots) == [0, 1]
-
-
-def test_settings_of_a_run_come_from_its_config():
-    config = TelescopeConfig.model_validate(
-        {
-            "model": "m", "environments": [{"name": "countdown"}], "temperature": 0.7, "max_tokens": 12,
-            "max_model_len": 99, "vllm_scheduling_policy": "priority", "free_lane_after_generation": False,
-        }
-    )  # fmt: skip
-    built = RolloutSettings.from_config(config, Stops([7], ["end"]))
-    assert (built.sampling.stops.token_ids, built.sampling.stops.texts) == ([7], ["end"])
-    assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
-    assert not built.free_lane_after_generation
-    assert not built.for_eval
-    assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES
-    assert built.slot_timeout > config.request_timeout_seconds, "a slot may be in use for a whole generation"

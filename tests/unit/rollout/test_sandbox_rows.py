@@ -53,8 +53,6 @@ Gauges = dict[tuple[str, ...], float]
 
 
 class Rows:
-    """Rows that were written."""
-
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
         self.gauges: Gauges = {}

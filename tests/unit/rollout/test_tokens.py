@@ -115,7 +115,6 @@ WORDS = st.sampled_from(
 
 
 def texts_with(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
-    """Texts with added tokens."""
     names = sorted(str(token) for token in tokenizer.added_tokens_decoder.values())
     piece = st.text(max_size=6) | SPACES | WORDS | st.sampled_from(names) | st.sampled_from(names).map(lambda n: n[:-1])
     return st.lists(piece, max_size=8).map("".join)

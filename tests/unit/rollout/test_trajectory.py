@@ -53,10 +53,6 @@ def test_age_counts_from_the_oldest_sampled_token_of_any_turn():
     assert sample.version_range == (4, 9)
 
 
-def test_an_answer_without_tokens_has_no_version():
-    assert trajectory([([1, 2], [])]).version_range == (-1, -1)
-
-
 def test_prompt_tokens_are_those_of_the_first_prompt():
     sample = trajectory([([1, 2, 3], [4]), ([5, 6], [7, 8])])
     assert (sample.num_prompt_tokens, sample.num_completion_tokens) == (3, 3)
