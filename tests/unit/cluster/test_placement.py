@@ -123,11 +123,6 @@ async def test_a_cancelled_wait_leaves_nothing_reserved(fake):
     assert fake.removed == fake.groups
 
 
-async def test_removing_a_placement_gives_both_groups_back(fake):
-    (await reserve(config_of(), plan_of(config_of(), gpus=0))).remove()
-    assert fake.removed == fake.groups
-
-
 async def test_a_server_and_a_rank_that_share_a_gpu_have_one_bundle(fake):
     shared = config_of(
         inference_num_workers=2, trainer_num_workers=2, inference_tensor_parallel_size=1, share_gpus=True

@@ -88,31 +88,23 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def test_actors_run_the_drivers_interpreter_and_know_the_run_directory():
-    made = runtime_environment(config_of(), RUN_DIR)
-    assert made["py_executable"] == sys.executable
-    assert made["env_vars"]["TELESCOPE_RUN_DIR"] == str(RUN_DIR)
+VENV = {"VIRTUAL_ENV": "/venvs/telescope", "PATH": f"/venvs/telescope/bin{os.pathsep}/usr/bin"}
 
 
-def test_each_propagation_can_be_switched_off():
-    made = runtime_environment(
-        config_of(ray_pin_py_executable=False, ray_propagate_run_dir=False, ray_propagate_active_venv=False), RUN_DIR
-    )
-    assert "py_executable" not in made
-    assert not {"TELESCOPE_RUN_DIR", "VIRTUAL_ENV", "PATH"} & set(made["env_vars"])
-
-
-def test_the_active_environment_comes_first_on_the_path(monkeypatch):
-    monkeypatch.setattr(sys, "prefix", "/venvs/telescope")
+@pytest.mark.parametrize(("fields", "prefix", "variables"), [
+    ({}, "/venvs/telescope", {"TELESCOPE_RUN_DIR": str(RUN_DIR), "TORCH_DISTRIBUTED_DEBUG": None, **VENV}),
+    ({}, sys.base_prefix, {"VIRTUAL_ENV": None}),
+    ({"ray_propagate_run_dir": False}, "/venvs/telescope", {"TELESCOPE_RUN_DIR": None, **VENV}),
+    ({"ray_propagate_active_venv": False}, "/venvs/telescope", {"VIRTUAL_ENV": None, "PATH": None}),
+    ({"debug": True}, sys.base_prefix, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+], ids=["defaults", "no virtual environment", "no run directory", "no propagation", "debug"])  # fmt: skip
+def test_actors_get_the_drivers_variables(monkeypatch, fields, prefix, variables):
+    monkeypatch.setattr(sys, "prefix", prefix)
     monkeypatch.setenv("PATH", "/usr/bin")
-    variables = runtime_environment(config_of(), RUN_DIR)["env_vars"]
-    assert variables["VIRTUAL_ENV"] == "/venvs/telescope"
-    assert variables["PATH"] == f"/venvs/telescope/bin{os.pathsep}/usr/bin"
-
-
-def test_outside_a_virtual_environment_none_is_propagated(monkeypatch):
-    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    assert "VIRTUAL_ENV" not in runtime_environment(config_of(), RUN_DIR)["env_vars"]
+    made = runtime_environment(config_of(**fields), RUN_DIR)
+    assert {name: made["env_vars"].get(name) for name in variables} == variables
+    assert made["py_executable"] == sys.executable
+    assert "py_executable" not in runtime_environment(config_of(ray_pin_py_executable=False), RUN_DIR)
 
 
 def test_what_the_user_sets_wins_variable_by_variable():

@@ -28,7 +28,6 @@ def reopened(path: Path, *, without: frozenset[str] = frozenset()) -> SamplesFil
 
 @pytest.fixture
 def path(tmp_path):
-    """Three samples: two of model a, one of model b."""
     with SamplesFile(tmp_path / "samples.jsonl", []) as file:
         file.model = "a"
         add(file, plan("x", "y"), 0, 0, 1.0)

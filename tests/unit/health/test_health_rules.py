@@ -109,8 +109,6 @@ def test_rewards_below_zero_are_not_compared_by_their_ratio():
 
 
 class Recording(Mapping[str, list[float | None]]):
-    """Columns that note which names are read."""
-
     def __init__(self, columns: Mapping[str, list[float | None]]) -> None:
         self.columns, self.read = columns, set[str]()
 

@@ -13,7 +13,6 @@ CUT = {rules.TRUNCATED: 90.0}
 
 
 def kinds(watch: Watch, steps: range, changes: dict[str, float]) -> list[tuple[int, str]]:
-    """Steps and kinds of what a watch reports."""
     return [(step, found.kind) for step in steps for found in watch.after_step(step, ordinary(step) | changes, 10.0)]
 
 

@@ -44,7 +44,6 @@ class Machine:
         self.error: type[BaseException] = Killed
 
     def look(self) -> None:
-        """Reads the table, and what is new in it."""
         values = self.run.table("gauges", columns=["value"])["value"].to_pylist()
         assert values == list(range(len(values))) and len(values) >= self.visible
         self.visible = len(values)
@@ -106,7 +105,6 @@ class Machine:
             self.look()
 
     def do(self, operation: str, size: int) -> None:
-        """Does one thing that a run does with its table."""
         if operation == "append":
             first = self.writer.num_rows
             self.writer.append([{"value": first + place} for place in range(size)])

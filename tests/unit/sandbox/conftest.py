@@ -46,13 +46,11 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def docker_calls(folder: Path) -> list[list[str]]:
-    """Returns the arguments of each call of the fake command."""
     return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
 async def trial(name: str, machine: Machine, docker: Path) -> AsyncIterator[Trial]:
-    """Returns a trial of the provider `name`."""
     trial = Trial(get_provider(name))
     if name == "docker":
         trial.num_creates = 4  # each call of the fake starts Python

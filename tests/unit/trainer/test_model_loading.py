@@ -33,7 +33,6 @@ QUERY = "transformer.h.1.attn.c_attn.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model."""
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=32, resid_pdrop=0.0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     return tmp_path

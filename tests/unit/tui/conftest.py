@@ -41,19 +41,16 @@ class View:
             await self.settle()
 
     async def write(self, text: str) -> None:
-        """Puts a text into the field that has the cursor, and presses Enter."""
         field = self.app.focused
         assert isinstance(field, Input)
         field.value = text
         await self.press("enter")
 
     async def resize(self, width: int, height: int) -> None:
-        """Changes the size of the terminal."""
         await self._pilot.resize_terminal(width, height)
         await self.settle()
 
     async def poll(self) -> None:
-        """Looks for new rows, as the application does every second."""
         self.app.read_grown()
         await self.settle()
 
@@ -83,8 +80,6 @@ Open = Callable[..., AbstractAsyncContextManager[View]]
 
 @pytest.fixture
 def open_view() -> Open:
-    """Opens the application over a run."""
-
     @asynccontextmanager
     async def opened(folder: Path, **options: Any) -> AsyncIterator[View]:
         app = RunApp(Run(folder))

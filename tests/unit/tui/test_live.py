@@ -47,7 +47,6 @@ def drawn(run_dir: Path, width: int, height: int | None = None) -> str:
 
 
 def shown(status: RunStatus, width: int = 400, *, is_terminal: bool = False) -> str:
-    """What a view that begins and ends now writes."""
     out = io.StringIO()
     console = Console(file=out, width=width, height=40, force_terminal=is_terminal, color_system=None)
     view = LiveView(console, watch=lambda run_dir: f"tool ui {run_dir}")
@@ -143,11 +142,6 @@ def test_a_terminal_shows_the_run_its_commands_and_what_no_alert_says(live_run: 
     for words in ("telescope · demo", f"tool ui {live_run}", HINT, "20 of 50 steps", "· the tracker is offline"):
         assert words in text.replace("\n", "")
     assert "· an alert" not in text
-
-
-def test_a_record_that_cannot_be_read_leaves_the_phase(tmp_path: Path) -> None:
-    status = RunStatus("demo", 50, phase="starting", run_dir=str(tmp_path / "none"))
-    assert "starting" in shown(status, 120, is_terminal=True)
 
 
 def test_on_a_terminal_the_last_state_stays_on_the_screen(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ def listen(sender: WeightSender, seconds: float = 60.0) -> InitInfo:
 
 
 class Connecting:
-    """`connect` on a separate thread, as in the actor."""
-
     def __init__(self, sender: WeightSender) -> None:
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._connect, args=(sender,))
