@@ -88,8 +88,8 @@ def sample_row(
     eval_name: str | None = None,
 ) -> dict[str, Any]:
     """Returns one row of `samples`. A masked or cancelled sample has its own status instead of its group's."""
-    start_version, end_version = sample.version_range
-    reward = sample.reward
+    totals, reward = sample.totals, sample.reward
+    start_version, end_version = totals.version_range
     own_status = "cancelled" if sample.cancelled else None if sample.is_usable else "masked"
     return {
         "sample_id": sample.sample_id,
@@ -106,9 +106,9 @@ def sample_row(
         "metrics": dict(reward.sample_metrics) if reward is not None else {},
         "tags": dict(reward.sample_tags) if reward is not None else {},
         "stop_reason": sample.stop_reason,
-        "num_turns": sample.num_turns,
-        "prompt_tokens": sample.num_prompt_tokens,
-        "completion_tokens": sample.num_completion_tokens,
+        "num_turns": totals.num_turns,
+        "prompt_tokens": totals.num_prompt_tokens,
+        "completion_tokens": totals.num_completion_tokens,
         "start_version": start_version,
         "end_version": end_version,
         "age": age,
@@ -121,11 +121,11 @@ def sample_row(
         "failure_message": sample.failure_message and sample.failure_message[:MAX_FAILURE_MESSAGE],
         "eval_name": eval_name,
         "penalty": sample.penalty if reward is not None else None,
-        "environment_tokens": sample.num_environment_tokens,
-        "divergences": {name: float(count) for name, count in sample.divergences.items()},
+        "environment_tokens": totals.num_environment_tokens,
+        "divergences": {name: float(count) for name, count in totals.divergences.items()},
         "num_retries": sample.num_infrastructure_retries,
-        "wasted_tokens": sample.num_sampled_tokens - sample.num_completion_tokens,
-        "total_tokens": sample.num_tokens,
+        "wasted_tokens": sample.num_sampled_tokens - totals.num_completion_tokens,
+        "total_tokens": totals.num_tokens,
     }
 
 

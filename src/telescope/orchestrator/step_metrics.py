@@ -31,19 +31,21 @@ def _spread(prefix: str, values: Iterable[float], separator: str = "/") -> dict[
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
     """Returns metrics of a batch's groups. `version` is the policy version from which the step starts."""
-    samples = [sample for group in groups for sample in group.usable_samples]
-    lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
+    usable = [group.usable_samples for group in groups]
+    samples = [sample for of_group in usable for sample in of_group]
+    totals = [sample.totals for sample in samples]
+    lengths = [[sample.num_completion_tokens for sample in of_group] for of_group in usable]
     group_N = np.repeat(np.arange(len(groups)), [len(row) for row in lengths])
     metrics = {
         **_spread("reward/total", (s.total_reward for s in samples)),
         **_spread("advantage/all", advantages),
-        **_spread("rollouts/tokens_prompt", (s.num_prompt_tokens for s in samples)),
-        **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
-        **_spread("rollouts/tokens_environment", (s.num_environment_tokens for s in samples)),
-        **_spread("rollouts/tokens_total", (s.num_tokens for s in samples)),
+        **_spread("rollouts/tokens_prompt", (t.num_prompt_tokens for t in totals)),
+        **_spread("rollouts/tokens_completion", (t.num_completion_tokens for t in totals)),
+        **_spread("rollouts/tokens_environment", (t.num_environment_tokens for t in totals)),
+        **_spread("rollouts/tokens_total", (t.num_tokens for t in totals)),
         **_spread("rollouts/compression_ratio", (s.compression_ratio for s in samples if s.compression_ratio > 0)),
-        **_spread("rollouts/turns", (s.num_turns for s in samples)),
-        **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
+        **_spread("rollouts/turns", (t.num_turns for t in totals)),
+        **_spread("staleness/steps", (version - t.version_range[0] for t in totals if t.version_range[0] >= 0)),
         "kept/groups": float(len(groups)),
         "kept/samples": float(len(samples)),
         "kept/tokens": float(sum(map(sum, lengths))),
@@ -54,7 +56,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
             np.mean([max(row) / max(float(np.median(row)), 1.0) for row in lengths])
         ),
     }
-    divergences = sum((Counter(sample.divergences) for sample in samples), Counter[str]())
+    divergences = sum((Counter(t.divergences) for t in totals if t.divergences), Counter[str]())
     metrics.update({f"rollouts/divergences/{name}": float(count) for name, count in sorted(divergences.items())})
     by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

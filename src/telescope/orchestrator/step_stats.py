@@ -31,8 +31,9 @@ def step_stats_rows(
     `advantages` belong to the usable samples of `groups`, in order. `discarded` has the environment and the
     `discarded_numbers` of each discarded sample. `step` is also the version from which the step started.
     """
-    samples = [sample for group in groups for sample in group.usable_samples]
-    group_N = np.repeat(np.arange(len(groups)), [len(group.usable_samples) for group in groups])
+    usable = [group.usable_samples for group in groups]
+    samples = [sample for of_group in usable for sample in of_group]
+    group_N = np.repeat(np.arange(len(groups)), [len(of_group) for of_group in usable]).tolist()
     numbers = [_numbers(s, a, step) for s, a in zip(samples, advantages, strict=True)]
     environments = sorted({sample.environment for sample in samples} | {environment for environment, _ in discarded})
     # With one environment, its numbers are those of all samples.
@@ -123,15 +124,15 @@ def discarded_numbers(sample: Trajectory) -> Numbers:
 
 def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:
     assert sample.reward is not None
-    oldest = sample.version_range[0]
+    totals, oldest = sample.totals, sample.version_range[0]
     return {
         "reward": sample.total_reward,
         "advantage": advantage,
-        "prompt_tokens": sample.num_prompt_tokens,
-        "completion_tokens": sample.num_completion_tokens,
-        "environment_tokens": sample.num_environment_tokens,
-        "total_tokens": sample.num_tokens,
-        "num_turns": sample.num_turns,
+        "prompt_tokens": totals.num_prompt_tokens,
+        "completion_tokens": totals.num_completion_tokens,
+        "environment_tokens": totals.num_environment_tokens,
+        "total_tokens": totals.num_tokens,
+        "num_turns": totals.num_turns,
         **({"age": version - oldest} if oldest >= 0 else {}),
         **{f"sample_metrics/{name}": value for name, value in sample.reward.sample_metrics.items()},
     }

@@ -68,6 +68,10 @@ class Totals:
     version_range: tuple[int, int]
     divergences: dict[str, int]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_completion_tokens + self.num_environment_tokens
+
 
 @dataclass
 class Trajectory:
@@ -212,7 +216,7 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         """Returns the number of tokens in prompt, completions and environment messages."""
-        return self.num_prompt_tokens + self.num_completion_tokens + self.num_environment_tokens
+        return self.totals.num_tokens
 
     @property
     def hit_length_limit(self) -> bool:
