@@ -23,7 +23,7 @@ from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.plan import resolve_device
 from telescope.config.remarks import remarks_on_place, remarks_on_resuming
-from telescope.errors import ConfigError, RunError, UserError
+from telescope.errors import EXIT_INTERRUPTED, ConfigError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ YAML file, flags.
 example:
   telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1
 """
-EXIT_STOPPED = 130  # the exit code of a command stopped by Ctrl-C
 
 
 def build_parser() -> CommandParser:
@@ -159,7 +158,7 @@ def _train(loaded: LoadedConfig) -> int:
         last_checkpoint=max(checkpoints.steps(), default=0),
         has_evals=bool(loaded.config.evals),
     )
-    return 0 if summary.status == "finished" else EXIT_STOPPED
+    return 0 if summary.status == "finished" else EXIT_INTERRUPTED
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
