@@ -18,7 +18,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Scope
 
 from telescope import __version__
-from telescope.dashboard.api import check_parameters, code, runs, samples, timeline, user
+from telescope.dashboard.api import check_parameters, runs, samples, timeline, user
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.projects import Projects
 from telescope.dashboard.registry import Registry
@@ -68,8 +68,8 @@ def create_app(
     app.state.projects = Projects(list(remotes), app.state.documents)
     app.state.registry = Registry(roots, app.state.projects.remotes)
     app.state.static = static
-    for subject in (runs, code, samples, timeline, user):
-        app.include_router(subject.router, dependencies=[Depends(check_parameters)])
+    for router in (runs.router, runs.code_router, samples.router, timeline.router, user.router):
+        app.include_router(router, dependencies=[Depends(check_parameters)])
 
     @app.get("/api/docs", include_in_schema=False)
     def docs() -> HTMLResponse:

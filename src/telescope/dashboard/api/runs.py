@@ -1,4 +1,4 @@
-"""Defines addresses for runs: the list, one run, its steps and health, events, comparison."""
+"""Defines addresses for runs: the list, one run, its steps, health and code, events, comparison."""
 
 import re
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from telescope.dashboard import models, row_models, runs
+from telescope.dashboard import code, models, row_models, runs
 from telescope.dashboard.api import Integer, Reply, Row, Runs, Store
 from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.changes import changes as changes_of
@@ -16,6 +16,7 @@ from telescope.dashboard.export import export_run
 from telescope.dashboard.registry import known_fields
 
 router = APIRouter(prefix="/api", tags=["Runs"])
+code_router = APIRouter(prefix="/api/runs/{run}/code", tags=["Code"])
 
 FIELDS = Query(description="Names of fields to add to each run, with commas between.")
 
@@ -108,3 +109,18 @@ def events(
     stream = run_events(found, request.headers.get("last-event-id"), is_gone, copies)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+
+@code_router.get("", response_model=models.Code, summary="Git state, uncommitted changes and files of an attempt")
+def overview(request: Request, store: Store, attempt: Integer | None = None) -> Reply:
+    return Reply(request, code.overview(store.run, attempt))
+
+
+@code_router.get("/file", response_model=models.CodeFile, summary="Text of a file of an attempt's code")
+def file(request: Request, store: Store, path: str, attempt: Integer | None = None) -> Reply:
+    return Reply(request, code.file(store.run, attempt, path))
+
+
+@code_router.get("/diff", response_model=models.CodeDifference, summary="Files that differ from another run's code")
+def diff(request: Request, store: Store, registry: Runs, against: str, path: str = "") -> Reply:
+    return Reply(request, code.difference(registry.store(against).run, store.run, path))
