@@ -83,14 +83,14 @@ async def run_events(
             # First, because a page that gets the sizes of an ended run need not read its tables again.
             if state != states.get(run_id):
                 states[run_id] = state
-                yield _event("status", {"run": run_id, "status": state}, format_id(sent))
+                yield _event("status", {"run": run_id, "status": state}, sent)
             copy = copies[run_id].state if run_id in copies else None
             if copy is not None and copy != shown.get(run_id):
                 shown[run_id] = copy
-                yield _event("remote", {"run": run_id, "remote": asdict(copy)}, format_id(sent))
+                yield _event("remote", {"run": run_id, "remote": asdict(copy)}, sent)
             if grown:
                 silent = 0.0
-                yield _event("tables", {"run": run_id, "tables": grown}, format_id(sent))
+                yield _event("tables", {"run": run_id, "tables": grown}, sent)
             changes = state == "live" or (copy is not None and copy.phase in ("listed", "syncing"))
             due[run_id] = LIVE_SECONDS if changes else ENDED_SECONDS
         seconds = min(due.values())
@@ -106,22 +106,13 @@ def _look(sizes: TableSizes, run: Run) -> tuple[dict[str, int], str]:
     return sizes.read(), run.status if run.files.run_dir.is_dir() else REMOVED
 
 
-Sizes = dict[str, int]
-"""Number of rows of each table of a run."""
-
-
-def format_id(sizes: Mapping[str, Sizes]) -> str:
-    """Returns the id of an event, in ASCII: `{"first": {"steps": 12, "samples": 1536}, "second": {"steps": 3}}`."""
-    return json.dumps(sizes)
-
-
-def parse_id(text: str | None) -> dict[str, Sizes]:
-    """Parses an id from `format_id`. Returns an empty dictionary for anything else."""
+def parse_id(text: str | None) -> dict[str, dict[str, int]]:
+    """Parses an id: `{"first": {"steps": 12, "samples": 1536}}`. Returns an empty dictionary for anything else."""
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Sizes])
+        return msgspec.json.decode(text or "{}", type=dict[str, dict[str, int]])
     except msgspec.DecodeError:
         return {}
 
 
-def _event(name: str, data: dict[str, Any], event_id: str) -> bytes:
-    return f"event: {name}\nid: {event_id}\ndata: ".encode() + pydantic_core.to_json(data) + b"\n\n"
+def _event(name: str, data: dict[str, Any], sizes: Mapping[str, Any]) -> bytes:
+    return f"event: {name}\nid: {json.dumps(sizes)}\ndata: ".encode() + pydantic_core.to_json(data) + b"\n\n"

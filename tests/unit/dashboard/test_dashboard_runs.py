@@ -16,7 +16,7 @@ from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
 from telescope.dashboard.app import create_app
 from telescope.dashboard.curves import eval_samples
-from telescope.dashboard.events import format_id, parse_id, run_events
+from telescope.dashboard.events import parse_id, run_events
 from telescope.dashboard.remote import RemoteCopy
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
@@ -229,7 +229,7 @@ async def test_events_tell_what_grew_and_nothing_that_is_known(root: Path, monke
     known = tables[1].split("id: ")[1].split("\n")[0]
     assert not any(event.startswith("event: tables") for event in await events_of(runs, known))
     sizes = parse_id(known)
-    older = format_id({**sizes, "a;b": {**sizes["a;b"], "steps": 3}})
+    older = json.dumps({**sizes, "a;b": {**sizes["a;b"], "steps": 3}})
     (grown,) = (event for event in await events_of(runs, older) if event.startswith("event: tables"))
     assert '{"run":"a;b","tables":{"steps":14}}' in grown
 
@@ -253,7 +253,7 @@ async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypat
 def test_ids_of_events_that_no_event_had_are_ignored():
     assert [parse_id(text) for text in (None, "", "a:steps=3", "[]", '{"a": {"steps": "x"}}')] == [{}] * 5
     sizes = {"ä~b": {"steps": 3, "logs": 9}, "c": {}}
-    assert parse_id(format_id(sizes)) == sizes
+    assert parse_id(json.dumps(sizes)) == sizes
 
 
 def test_a_taken_port_leads_to_the_next_free_one():
