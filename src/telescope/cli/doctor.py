@@ -43,7 +43,7 @@ from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.orchestrator import preflight
 from telescope.sandbox import SandboxConfig, get_provider
-from telescope.sandbox.registry import PROVIDERS
+from telescope.sandbox.base import PROVIDERS
 from telescope.trackers.wandb import has_credentials
 from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.process import describe_exit

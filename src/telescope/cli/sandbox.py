@@ -11,8 +11,8 @@ from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
+from telescope.sandbox.base import PROVIDERS
 from telescope.sandbox.ledger import reap
-from telescope.sandbox.registry import PROVIDERS
 from telescope.utils.text import plain
 
 COMMAND_SECONDS = 600.0

@@ -17,9 +17,8 @@ from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import SANDBOX_KEY, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
-from telescope.sandbox.base import ENVIRONMENT_NAMES
+from telescope.sandbox.base import ENVIRONMENT_NAMES, provider_class
 from telescope.sandbox.pool import GenericSandboxPool
-from telescope.sandbox.registry import provider_class
 
 _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""

@@ -32,7 +32,7 @@ from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
-from telescope.sandbox.session import Sandbox
+from telescope.sandbox.pool import Sandbox
 
 KNOWN_SAMPLING = ("max_tokens", "stop")
 """Sampling parameters that a call may set. The run sets all others, because the trainer computes logprobs with them."""

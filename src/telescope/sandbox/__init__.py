@@ -3,7 +3,7 @@
 import pkgutil
 from typing import Any
 
-from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle, SandboxProvider
+from telescope.sandbox.base import PROVIDERS, ExecResult, SandboxConfig, SandboxHandle, SandboxProvider, get_provider
 from telescope.sandbox.errors import (
     SandboxBusyError,
     SandboxCommandTimeoutError,
@@ -14,7 +14,6 @@ from telescope.sandbox.errors import (
     SandboxSetupError,
 )
 from telescope.sandbox.pool import GenericSandboxPool
-from telescope.sandbox.registry import PROVIDERS, get_provider
 
 __all__ = [
     "ExecResult",

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from telescope.sandbox.base import SandboxHandle, SandboxProvider
-from telescope.sandbox.registry import PROVIDERS, get_provider
+from telescope.sandbox.base import PROVIDERS, SandboxHandle, SandboxProvider, get_provider
 
 logger = logging.getLogger(__name__)
 
