@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from tests.unit.rollout.fakes import Bench, FakeEngine, FakeEnvironments, FakeLanes, generation, reward, task, tick
 from tests.unit.rollout.fakes import settings as sample_settings
 
+from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
 from telescope.inference.base import Generation, parse_request_id
 from telescope.rollout.request_slots import RequestSlotPool
-from telescope.rollout.sample import Rollout, request_seed
+from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings, request_seed
+from telescope.rollout.stops import Stops
 from telescope.rollout.trajectory import compression_ratio
 from telescope.trainer.packing import lay_out, untrained_sample
 
@@ -423,3 +425,19 @@ def test_many_rollouts_over_real_slots_leave_every_slot_free(outcomes, cancelled
     slots = asyncio.run(scenario())
     assert slots.num_used == slots.num_waiting == 0
     assert sorted(slots.servers[0].free_slots) == [0, 1]
+
+
+def test_settings_of_a_run_come_from_its_config():
+    config = TelescopeConfig.model_validate(
+        {
+            "model": "m", "environments": [{"name": "countdown"}], "temperature": 0.7, "max_tokens": 12,
+            "max_model_len": 99, "vllm_scheduling_policy": "priority", "free_lane_after_generation": False,
+        }
+    )  # fmt: skip
+    built = RolloutSettings.from_config(config, Stops([7], ["end"]))
+    assert (built.sampling.stops.token_ids, built.sampling.stops.texts) == ([7], ["end"])
+    assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
+    assert not built.free_lane_after_generation
+    assert not built.for_eval
+    assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES
+    assert built.slot_timeout > config.request_timeout_seconds, "a slot may be in use for a whole generation"
