@@ -1,9 +1,19 @@
 """The async window and the ledger of prompts."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.orchestrator.async_window import AsyncWindow, Ledger
+
+
+def test_zero_async_rollout_is_strictly_synchronous() -> None:
+    window = AsyncWindow(batch_size=4, max_async_rollout=0)
+    for _ in range(4):
+        window.opened()
+    assert not window.may_open(), "the next batch must wait for the weights of this one"
+    window.synced()
+    assert window.may_open()
 
 
 def test_a_discarded_group_is_replaced_at_once() -> None:
@@ -36,6 +46,13 @@ def test_generation_is_never_further_ahead_than_the_window(batch: int, ahead: in
         assert open_groups <= (1 + ahead) * batch, "no surplus"
 
 
+def test_opening_outside_the_window_is_a_bug() -> None:
+    window = AsyncWindow(1, 0)
+    window.opened()
+    with pytest.raises(AssertionError):
+        window.opened()
+
+
 @given(st.lists(st.sampled_from(["open", "train", "drop"]), max_size=100))
 def test_every_prompt_is_accounted_for(actions: list[str]) -> None:
     ledger, n = Ledger(), 0
@@ -49,3 +66,11 @@ def test_every_prompt_is_accounted_for(actions: list[str]) -> None:
             ledger.drop(max(ledger.open), "zero_advantage")
         assert ledger.is_balanced()
     assert ledger.num_opened == n
+
+
+def test_a_prompt_cannot_end_twice() -> None:
+    ledger = Ledger()
+    ledger.opened(3)
+    ledger.trained(3)
+    with pytest.raises(KeyError):
+        ledger.drop(3, "zero_advantage")

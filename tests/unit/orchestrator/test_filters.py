@@ -30,6 +30,7 @@ def with_text(text: str) -> Trajectory:
 
 
 def removed_by(only: SampleFilters, made: Trajectory) -> str | None:
+    """The filter that removes a sample."""
     only.judge(made, NO_SCALE)
     return made.filtered_by
 
@@ -59,6 +60,12 @@ def test_a_text_that_compresses_too_well_is_repetition() -> None:
     assert removed_by(only, with_text("")) is None
     strict = filters(filter_repetition=True, repetition_compression_threshold=1.1)
     assert removed_by(strict, with_text(prose)) == "repetition"
+
+
+def test_compression_ratio_is_bytes_over_compressed_bytes() -> None:
+    assert compression_ratio("") == 0.0
+    assert compression_ratio("a") < 1.0
+    assert compression_ratio("ab" * 5000) > 100.0
 
 
 def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
@@ -106,6 +113,17 @@ def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
         assert (equal.why_useless() is not None) is is_useless
     batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0, num_ranks=1)
     assert list(batch.advantages) == [0.25, -0.25]
+
+
+def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
+    found = group([0.0, 1.0, 5.0])
+    found.samples[2].turns[-1].generation.finish_reason = "length"
+    for made in found.samples:
+        filters(filter_overlong=True).judge(made, NO_SCALE)
+    batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0, num_ranks=1)
+    assert list(batch.advantages) == [-0.5, 0.5]
+    trained = [i for mb in batch.inputs[0].minibatches for row in mb.micro_batches for i in row.sample_ids]
+    assert sorted(trained) == ["5-0", "5-1"]
 
 
 def test_the_row_of_a_filtered_sample_has_the_filter_and_the_reward() -> None:

@@ -50,6 +50,11 @@ def test_a_group_is_finished_when_every_sample_is_there_masked_or_not() -> None:
     assert not made.is_finished
 
 
+def test_a_group_of_one_is_never_without_advantage() -> None:
+    assert group([0.0]).why_useless() is None
+    assert group([0.0, None, None]).why_useless() is None, "neither is one that has one sample left"
+
+
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
 def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> None:
     assert group([value, value]).why_useless() == ("zero_advantage", kind)
@@ -85,6 +90,3 @@ def test_the_diagnosis_names_the_rewards_and_the_fix() -> None:
     assert "2 all positive, 1 all zero" in text
     assert "[0.0, 0.0, 2.0, 1.0]" in text
     assert "discard_group_zero_advantage: false" in text
-    streak = DiscardStreak(limit=1, last_failure="the judge failed: 401")
-    streak.discarded("all_masked", np.array([]))
-    assert "The last failure: the judge failed: 401. " in streak.diagnosis()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
-from tests.unit.orchestrator.simulation import FakeServer, SimulatedEnvironment
+from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
 from tests.unit.orchestrator.test_evaluation import Graded, evaluation_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import servers as servers_module
+from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.run_state import RunState
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
 
 EVAL = {"name": "arithmetic", "num_samples": 12, "eval_every": 2}
 
@@ -73,6 +76,7 @@ class Training:
             await asyncio.gather(*self.tasks)
 
     async def ended_all(self) -> None:
+        """As `ended`, after cancelled ones too."""
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def rows(self, table: str, **values: Any) -> list[dict[str, Any]]:
@@ -288,3 +292,37 @@ async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> No
     await second.train(until=4)
     await second.ended()
     assert [result.gain and result.gain.mean for result in second.evaluation.results] == [None, 0.25, 0.75, 0.75]
+
+
+def test_an_attempt_knows_which_evals_earlier_ones_have_finished(tmp_path: Any) -> None:
+    with Recorder(tmp_path) as recorder:
+        for number, version, status in ((0, 2, "finished"), (1, 2, "failed"), (1, 4, "finished")):
+            row = {"number": number, "version": version, "status": status, "step": version - 1, "source": "live"}
+            recorder.write("evals", row)
+        recorder.write("evals", {**row, "number": 2, "version": 2, "source": "standalone"})
+    record = Run(tmp_path)
+    assert record.values("evals", "number", version=2, status="finished", source="live") == {0}
+
+
+async def test_rollouts_and_training_do_not_wait_for_an_eval() -> None:
+    config = config_of(
+        number_of_steps=6, inference_num_workers=2, eval_num_servers=1, evals=[{**EVAL, "eval_every": 1}]
+    )  # fmt: skip
+    engines = [FakeServer(), FakeServer()]
+    engines[1].gate.clear()
+    evaluation: Evaluation = await evaluation_of(config, None, engines)
+    tasks: list[asyncio.Task[Any]] = []
+    evaluation.spawn = lambda coroutine, name: tasks.append(asyncio.create_task(coroutine)) or tasks[-1]  # type: ignore
+
+    async def after_step(step: int, state: Callable[[], RunState]) -> None:
+        for index in evaluation.servers.synced:
+            engines[index].loaded_version = step
+        await evaluation.start_due(step)
+
+    run = InMemoryRun(config, after_step=after_step)
+    await run.run()
+    assert len(run.trainer.steps) == 6
+    assert len(tasks) == 1 and not tasks[0].done(), "one eval ran all the time and has not answered"
+    assert [row["version"] for row in evaluation.recorder.of("evals")] == [2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert run.status.num_tokens_generated == 3 * len(run.engine.requests), "tokens of evals are not rollouts'"
+    await evaluation.cancel("the test ended")

@@ -142,6 +142,17 @@ def test_nothing_to_train_means_no_optimizer_step():
     assert [each.minibatches for each in inputs] == [[], []]
 
 
+def test_a_sample_longer_than_seq_len_names_the_fields_to_change():
+    with pytest.raises(ValueError, match=r"s0 has 65 tokens, more than seq_len = 64: raise seq_len or lower max_model"):
+        pack_step([make_sample(0, 65)], step=0, version=0, seq_len=64, num_ranks=1)
+
+
+def test_truncation_counts_the_trained_tokens_it_drops():
+    kept, lost = truncate_to([make_sample(0, 10), make_sample(1, 4)], seq_len=7)
+    assert [sample.length for sample in kept] == [7, 4]
+    assert lost == 3
+
+
 def test_a_trained_first_token_is_refused():
     sample = make_sample(0, 4)
     sample.trained_L[0] = True
