@@ -95,6 +95,7 @@ def _load(config_file: Path | None, overrides: list[str]) -> LoadedConfig:
         from telescope.cli.tiny_model import warm_start_progress
         from telescope.tiny_model.cache import ensure_tiny_model
 
+        load_config(TINY_CONFIG, ["--model=tiny", *overrides])  # refuses wrong fields before the model is made
         print("no --config: the tiny model on the CPU", file=sys.stderr)
         with warm_start_progress() as report:
             overrides = [f"--model={ensure_tiny_model(report=report)}", *overrides]

@@ -190,3 +190,11 @@ def test_bad_arguments_name_the_fix(command: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=words):
             command(verdict(True), *arguments)
+
+
+def test_wrong_fields_are_refused_before_the_tiny_model_is_made(monkeypatch: Any) -> None:
+    from telescope.cli import main
+
+    monkeypatch.setattr("telescope.tiny_model.cache.ensure_tiny_model", lambda **_: pytest.fail("it was made"))
+    with pytest.raises(ConfigError, match="learning_rate is -1"):
+        main.call("verify", ["--learning_rate=-1"])
