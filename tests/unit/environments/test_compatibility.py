@@ -13,7 +13,7 @@ from tests.unit.rollout.fakes import generation
 
 import telescope.environments
 from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutState, Sample, SingleTurnEnvironment
-from telescope.environments.local_rollout import Answer, take_turn
+from telescope.environments.local_rollout import Answer, roll_out_item, take_turn
 from telescope.environments.registry import get_environment, make_environment
 from telescope.errors import EnvironmentFailure, UserError
 from telescope.evals import get_eval
@@ -128,6 +128,13 @@ def test_env_response_comes_before_is_done_and_sees_every_answer():
     ]  # fmt: skip
 
 
+def test_a_win_with_the_last_answer_counts():
+    environment = Recorded(max_turns=2)
+    state, _ = play(environment, Sample("Go.", "right"), "wrong", "right")
+    assert (state.stop_reason, environment.compute_reward(state).total_reward) == ("won", 1.0)
+    assert roll_out_item(environment, 0, answers("wrong", "right")).score["total_reward"] == 1.0
+
+
 def test_env_response_sees_an_answer_that_was_cut_off():
     environment = Recorded()
     state = environment.create_initial_state(Sample("Go.", "right"))
@@ -179,6 +186,11 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
 
     asyncio.run(run())
     assert ended == [("rollout_error", "ValueError: no luck")]
+
+
+def test_messages_may_have_a_turn_type():
+    played = roll_out_item(Recorded(), 0, answers("wrong", "right"))
+    assert played.messages[2] == {"role": "user", "content": "No.", "turn_type": "reply"}
 
 
 # State
@@ -353,6 +365,14 @@ def test_unknown_attributes_of_an_eval_are_those_of_its_environment():
         evaluation.topping  # noqa: B018
     with pytest.raises(UserError, match="Did you mean 'instruction_prompt'"):
         get_eval("long_sentences", environments_path=[OUTSIDE], instruction_promt="I")
+
+
+@pytest.mark.parametrize("name", ["math500", "aime_2024", "aime_2025", "gpqa_diamond"])
+def test_a_question_of_a_benchmark_goes_through_the_chat_template(name):
+    evaluation = get_eval(name, system_prompt="S")
+    texts = [evaluation.format_prompt("q", Template(), chat_template_kwargs={"enable_thinking": on}) for on in (1, 0)]
+    assert texts[0].startswith("[system]S[user]") and "q" in texts[0].partition("[user]")[2]
+    assert texts[0].endswith("[assistant]") and texts[1].endswith("[-]")
 
 
 # Folders from outside
