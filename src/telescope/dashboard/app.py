@@ -4,9 +4,11 @@ Owns the status codes of errors, the page about the API and the built files. No 
 """
 
 import gzip
+import threading
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import anyio
 from fastapi import Depends, FastAPI, Request
@@ -60,7 +62,7 @@ def create_app(
 
     The user's documents are in the folder `documents`, by default in the user's config folder.
     """
-    app = FastAPI(
+    app = Application(
         title="Telescope API", description=ABOUT_API, openapi_tags=SUBJECTS, version=__version__,
         docs_url=None, redoc_url=None, openapi_url="/api/openapi.json",
     )  # fmt: skip
@@ -94,6 +96,18 @@ def create_app(
         return JSONResponse({"detail": f"The dashboard failed here, and its terminal has the details. {what}"}, 500)
 
     return app
+
+
+class Application(FastAPI):
+    """FastAPI whose schema is built by the first request that needs it, and not by several at once."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._building = threading.Lock()
+        super().__init__(**settings)
+
+    def openapi(self) -> dict[str, Any]:
+        with self._building:
+            return super().openapi()
 
 
 class Pages(StaticFiles):

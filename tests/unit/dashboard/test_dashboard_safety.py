@@ -1,11 +1,14 @@
 """Who may read the dashboard, and that no path leads out of it."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import uvicorn
+from fastapi.openapi.utils import get_openapi
 from fastapi.testclient import TestClient
 
 from telescope.cli.main import main
@@ -147,3 +150,19 @@ def test_a_kept_file_is_compressed_only_for_those_who_read_gzip(root, static):
     assert [answer.headers.get("content-encoding") for answer in answers] == ["gzip", "gzip", None]
     assert {answer.content for answer in answers} == {(static / "assets" / "a-1.js").read_bytes()}
     assert {answer.headers["content-type"] for answer in answers} == {"text/javascript; charset=utf-8"}
+
+
+def test_first_requests_at_once_build_the_schema_once(root, monkeypatch):
+    built = []
+
+    def build(**settings):
+        built.append(settings["title"])
+        time.sleep(0.05)
+        return get_openapi(**settings)
+
+    monkeypatch.setattr("fastapi.applications.get_openapi", build)
+    client = TestClient(create_app([root]), base_url="http://localhost")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(client.get, ["/api/runs", "/api/openapi.json", "/api/docs", "/api/runs"]))
+    assert [response.status_code for response in found] == [200] * 4
+    assert built == ["Telescope API"]
