@@ -247,7 +247,8 @@ class Server:
             self.reap()
             now = time.monotonic()
             waits = [command.deadline - now for command in self.commands.values() if not command.timed_out]
-            for descriptor, _ in self.poll.poll(min(max(0, min(waits)) * 1000 + 1, LONGEST_WAIT_MS) if waits else None):
+            wait = min(max(0, min(waits)) * 1000 + 1, LONGEST_WAIT_MS) if waits else None
+            for descriptor, _ in reversed(self.poll.poll(wait)):  # the request last: it may stop what has ended
                 if descriptor == self.descriptor:
                     self.request()
                 elif descriptor in self.commands:
