@@ -11,7 +11,7 @@ from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
-from telescope.sandbox.base import PROVIDERS
+from telescope.sandbox.base import PROVIDERS, provider_class
 from telescope.sandbox.ledger import reap
 from telescope.utils.text import plain
 
@@ -61,7 +61,7 @@ def run_reap(arguments: argparse.Namespace) -> int:
     """Reaps the sandboxes of each run. Returns the exit code."""
     total, problems = 0, list[str]()
     for name in arguments.provider:
-        get_provider(name)  # refuses an unknown name
+        provider_class(name)  # refuses an unknown name
     for run in choose_runs(arguments.run, arguments.root):
         if run.status == "live":
             if arguments.run:
