@@ -15,8 +15,9 @@ from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import InfrastructureError, UserError
 
-ROW = {"prompt": "Capital of France?", "answer": "Paris", "rubric": [{"description": "It is short.", "points": 3}]}
-ROW["empty"] = None
+RUBRIC = [{"description": "It is short.", "weight": None, "points": 3}]
+ROW = {"prompt": "Capital of France?", "answer": "Paris", "empty": None, "rubric": RUBRIC}
+ROW["weights"] = {"It is short.": 2, "It is of another row.": None}
 JUDGE = {"url": "http://127.0.0.1:9/v1", "model": "j"}
 
 
@@ -40,6 +41,7 @@ def rows(tmp_path) -> str:
         ({"criteria": "It is polite."}, "It is polite."),
         ({"criteria": {"It is polite.": 2, "It is rude.": -1}}, "criterion_2: It is rude."),
         ({"criteria": "rubric"}, "criterion_1: It is short."),
+        ({"criteria": "weights"}, "criterion_1: It is short."),
     ],
 )
 def test_a_judge_sees_question_answer_reference_and_criteria(rows, kwargs, shown):
@@ -157,7 +159,7 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"reward": "judge", "judge": JUDGE, "criteria": "empty"}, r"'None' has no criteria. Write a text"),
         (
             {"reward": "judge", "judge": JUDGE, "criteria": {"short": 0}},
-            r"no criterion has a weight above 0: \{'short': 0",
+            r"no criterion has a weight above 0: \{'short': 0\.0\}",
         ),
         ({"rollout": "agents.py:plain"}, "is no async function of a sample and a context"),
         ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),

@@ -148,13 +148,17 @@ def read_criteria(value: Any) -> dict[str, float]:
     """
     if isinstance(value, str):
         value = json.loads(value) if value[:1] in ("{", "[") else [value]
-    found = {str(text): float(weight) for text, weight in value.items()} if isinstance(value, dict) else {}
-    for item in value if isinstance(value, list) else [] if found else [None]:
+    if isinstance(value, dict):
+        # Parquet has null for the criteria of other rows.
+        value = [{"criterion": text, "weight": weight} for text, weight in value.items() if weight is not None]
+    found: dict[str, float] = {}
+    for item in value if isinstance(value, list) else [None]:
         given = {"criterion": item} if isinstance(item, str) else item if isinstance(item, dict) else {}
         text = given.get("criterion") or given.get("description")
         if not text:
             raise ValueError(f"{str(value)[:60]!r} has no criteria. Write a text, or {{criterion: weight}}")
-        found[str(text)] = float(given.get("weight", given.get("points", 1.0)))
+        weights = (given.get("weight"), given.get("points"), 1.0)
+        found[str(text)] = float(next(weight for weight in weights if weight is not None))
     if not any(weight > 0 for weight in found.values()):
         raise ValueError(f"no criterion has a weight above 0: {found}")
     return found
