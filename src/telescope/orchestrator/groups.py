@@ -151,10 +151,11 @@ class DiscardStreak:
                 "Raise max_off_policy_steps, lower max_tokens, or give inference more servers."
             )
         if self.kinds.get("all_masked", 0) > self.count / 2:
+            failure = single_line(self.last_failure).removesuffix(".")
             return (
                 f"{self.count} consecutive groups were discarded ({kinds}). In most of them every sample was masked: "
                 "it failed, or a filter removed it. "
-                + (f"The last failure: {single_line(self.last_failure)}. " if self.last_failure else "")
+                + (f"The last failure: {failure}. " if failure else "")
                 + "The table `samples` has `reason` and `failure_message` of each."
             )
         return (

@@ -77,6 +77,9 @@ def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -
     assert streak.is_over
     streak.discarded("all_masked", np.array([]))
     assert not streak.is_over, "the diagnosis is given once, though groups finish together"
+    streak.discarded("all_masked", np.array([]))
+    streak.last_failure = "The judge is away.\nTraceback"
+    assert "it failed, or a filter removed it. The last failure: The judge is away. The table" in streak.diagnosis()
 
 
 def test_the_diagnosis_names_the_rewards_and_the_fix() -> None:
