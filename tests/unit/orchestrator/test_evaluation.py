@@ -114,10 +114,13 @@ async def test_an_eval_uses_all_items_unless_it_names_a_number() -> None:
     assert [len(plan.items) for plan in evaluation.plans] == [3, 64]
 
 
-async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> None:
-    config = config_of(evals=[{"name": "arithmetic", "num_samples": 64, "separate_eval_samples": True}])
-    with pytest.raises(ConfigError, match=r"evals.*num_samples.*arithmetic.*64"):
-        await evaluation_of(config)
+@pytest.mark.parametrize(("name", "fields", "message"), [
+    ("arithmetic", {"num_samples": 64, "separate_eval_samples": True}, r"evals.*num_samples.*arithmetic.*64"),
+    ("b", {"num_samples": 1000}, r"num_samples of 'b' is 1000, and its dataset has 64 items"),
+])  # fmt: skip
+async def test_an_eval_of_too_many_items_is_refused_with_the_fields_to_change(name, fields, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await evaluation_of(config_of(evals=[{"name": name, **fields}]))
 
 
 @pytest.mark.parametrize("shares", [True, False])
