@@ -27,7 +27,7 @@ SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
 
 
 def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
-    """Runs the trials. Returns the exit status: 1 if the reference solution fails or a cheat is rewarded."""
+    """Runs the trials. Returns the exit status: 1 if the solution fails, or a cheat is rewarded or not checked."""
     if arguments.samples < 1:
         raise UserError(f"--samples is {arguments.samples}; use 1 or more.")
     if arguments.url and not arguments.model:
@@ -54,10 +54,10 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     for name in sorted(_unchecked(trials)):
         why = next(trial.trajectory.failure_message for trial in trials if trial.name == name)
         failed.setdefault(f"not checked, because each of its samples was masked: {why}", []).append(name)
-    problems = [
-        f"{names[0]}{f' and {len(names) - 1} other trials' if len(names) > 1 else ''}: {problem}."
-        for problem, names in failed.items()
-    ]
+    problems = []
+    for problem, (first, *others) in failed.items():
+        more = f" and {pluralize(len(others), 'other trial')}" if others else ""
+        problems.append(f"{first}{more}: {problem.removesuffix('.')}.")
     if labels:
         problems += _judge_labels(labels, checks.environment.judge)
     for problem in problems:

@@ -154,7 +154,7 @@ def test_a_cheat_whose_samples_are_all_masked_is_not_checked(capsys, tmp_path):
 """
     code, out, err = check(capsys, "own", *write(tmp_path, masking))
     assert code == 1 and "none (masked)" in out and out.count("not checked") == 2, out
-    assert "own: empty answer and 1 other trials: not checked, because each of its samples was masked: " in err
+    assert "own: empty answer and 1 other trial: not checked, because each of its samples was masked: " in err
     assert "the judge is away" in err and "FAILED" not in out
 
 
