@@ -1,6 +1,7 @@
 """Loading a configuration from defaults, environment variables, YAML and flags, and its error messages."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -258,8 +259,8 @@ def test_numbers_and_dates_of_yaml_1_1_alone_are_text(tmp_path, text):
     assert message.endswith("but it must be a whole number")
 
 
-PASS_K = "pass_k:_{at_k:_{metrics:_[correct],_k:_[8]}}"
-GREEDY = f"[{{name:_a,temperature:_0,{PASS_K}}},{{name:_b,{PASS_K}}},{{name:_c,temperature:_0}}]"
+PASS_K = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
+GREEDY = f"[{{name: a, temperature: 0, {PASS_K}}}, {{name: b, {PASS_K}}}, {{name: c, temperature: 0}}]"
 QUANTIZED = "--inference_quantization fp8_per_block --inference_dtype bfloat16"
 ALPHA = "--lora_alpha 64 --lora_dropout 0.1"
 BELOW = "^max_off_policy_steps is 1, below max_async_rollout, which is 2:"
@@ -270,7 +271,7 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
     ("flags", "words"),
     [
         (
-            f"--evals {GREEDY} --eval_num_servers 0",
+            f"--evals '{GREEDY}' --eval_num_servers 0",
             ["^evals: 'a' has pass_k and temperature 0: all samples of an item are the same"],
         ),
         (QUANTIZED, ["Set use_tis to true"]),
@@ -285,7 +286,7 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
     ],
 )
 def test_settings_that_seldom_help_get_one_remark(flags, words):
-    notes = load(None, *NO_WANDB, *(flag.replace(":_", ": ").replace(",_", ", ") for flag in flags.split())).notes
+    notes = load(None, *NO_WANDB, *shlex.split(flags)).notes
     assert len(notes) == bool(words)
     assert all(re.search(word, notes[0]) for word in words)
 
