@@ -91,11 +91,11 @@ class Command:
             raise OSError("the sandbox has reached its limit of processes (max_processes)")
         self.process = posix.pidfd_open(self.pid)
 
-    def kill(self, shells: set[int]) -> None:
+    def kill(self, children: set[int]) -> None:
         """Kills the command and every process that it started, also outside its session.
 
-        An orphan that hid its mark counts as the command's if it started later than the command. `shells` are the
-        processes of all commands, which are children of this process as orphans are.
+        An orphan that hid its mark counts as the command's if it started later than the command. `children` are
+        children of this process that are no orphans.
         """
         for _ in range(50):  # repeats, because one may fork while the others are killed
             tree = {self.pid}
@@ -108,7 +108,7 @@ class Command:
                         fields = file.read().rpartition(b")")[2].split()
                 except OSError:  # it has ended
                     continue
-                if fields[0] == b"Z" or pid == 1 or pid in shells - {self.pid}:
+                if fields[0] == b"Z" or pid == 1 or pid in children - {self.pid}:
                     continue
                 try:
                     with open(f"/proc/{pid}/environ", "rb") as file:
@@ -138,8 +138,9 @@ class Server:
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
         self.commands: dict[int, Command] = {}  # by file descriptor of the process
-        self.statuses: dict[int, int] = {}  # of shells that `reap` found, by process
+        self.statuses: dict[int, int] = {}  # of children that `reap` found, by process
         self.streams: dict[int, Stream] = {}  # by file descriptor, daemons included
+        self.relays: set[int] = set()
 
     def receive(self, length: int) -> bytes:
         """Reads `length` bytes from the socket. Exits at its end."""
@@ -177,7 +178,7 @@ class Server:
             elif kind == b"stop":
                 for command in self.commands.values():
                     if command.number == int(body):
-                        command.kill(self.shells())
+                        command.kill(self.children())
             elif kind == b"write":
                 path, content = body.split(b"\0", 1)
                 for end, character in enumerate(path[1:], 1):
@@ -199,21 +200,22 @@ class Server:
                 self.reply(number, 0, (len(content), content), (0, b""))
             elif kind == b"relay":
                 path, port = body.split(b"\0")
-                relay(path, int(port), self.descriptor)
+                self.relays.add(relay(path, int(port), self.descriptor))
                 self.reply(number, 0, (0, b""), (0, b""))
         except OSError as error:
             message = str(error).encode(errors="surrogateescape")
             # Earlier commands may have used up a limit: that is a command that fails, not a sandbox.
             self.reply(number, CANNOT_RUN if kind == b"exec" else FAILED, (0, b""), (len(message), message))
 
-    def shells(self) -> set[int]:
-        return {command.pid for command in self.commands.values()}
+    def children(self) -> set[int]:
+        """Returns the children of this process that are no orphans: relays, and the shells of all commands."""
+        return self.relays | {command.pid for command in self.commands.values()}
 
     def reap(self) -> None:
         """Reaps orphans, which are children of process 1. Keeps the status of shells for `ended`."""
         try:
             while (found := posix.waitpid(-1, posix.WNOHANG))[0]:
-                if found[0] in self.shells():
+                if found[0] in self.children():
                     self.statuses[found[0]] = found[1]
         except ChildProcessError:
             pass
@@ -258,20 +260,20 @@ class Server:
             for command in self.commands.values():
                 if not command.timed_out and time.monotonic() >= command.deadline:
                     command.timed_out = True
-                    command.kill(self.shells())
+                    command.kill(self.children())
 
 
-def relay(path: bytes, port: int, descriptor: int) -> None:
-    """Starts a process that relays a port of the sandbox's own loopback to a Unix socket of the host."""
+def relay(path: bytes, port: int, descriptor: int) -> int:
+    """Starts a process that relays a port of the sandbox to a Unix socket of the host. Returns its id."""
     import _socket  # imported here because only sandboxes with an endpoint need it
     import _thread
 
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", port))
     listener.listen(128)
-    if posix.fork():
+    if child := posix.fork():
         listener.close()
-        return
+        return child
 
     def copy(source: _socket.socket, target: _socket.socket) -> None:
         try:

@@ -382,6 +382,8 @@ async def test_an_agent_inside_reaches_the_endpoint_of_its_rollout(provider, tmp
     }
     handle = await provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, extra={"endpoint": str(path)}))
     try:
+        with pytest.raises(SandboxCommandTimeoutError):  # kills only what the command started
+            await provider.execute(handle, "sleep 20", 0.2)
         code = f"from urllib.request import *\nprint(urlopen(Request(**{request!r}), timeout=10).read().decode())"
         assert '"content":"worker read this"' in (await provider.execute(handle, python(code))).stdout
     finally:
