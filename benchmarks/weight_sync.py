@@ -223,7 +223,7 @@ async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
 
 
 def clients_of(parts: RunComponents) -> list[EngineClient]:
-    """Returns the clients of vLLM servers, which know more than other engines' need."""
+    """Returns the clients of vLLM servers, which have more methods than those of other engines."""
     return [client for client in parts.inference.clients if isinstance(client, EngineClient)]
 
 

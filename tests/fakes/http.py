@@ -1,4 +1,4 @@
-"""A server of HTTP in a thread, whose answers a test scripts."""
+"""An HTTP server in a thread, with the answers that a test scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Logs nothing. `body` is that of the request, `send_json` answers."""
+    """Logs nothing. `body` is the JSON of the request, `send_json` sends the answer."""
 
     protocol_version = "HTTP/1.1"
 

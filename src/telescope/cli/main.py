@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
 
         if error.name is None or is_installed(error.name.partition(".")[0]):
             raise
-        install = "Install what trains with `make setup` in a checkout; `telescope doctor` lists what is missing"
+        install = "Install all packages with `make setup` in a checkout; `telescope doctor` lists what is missing"
         print(f"telescope: This needs the package {error.name}, which is not installed. {install}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except OSError as error:

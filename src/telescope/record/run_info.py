@@ -77,7 +77,7 @@ def next_attempt(run_dir: Path | str) -> int:
 
 
 STATUS_WORDS = {"live": "training", "dead": "stopped unexpectedly"}
-"""What people read for a status that `status_now` returns, if it is another word; as in dashboard/src/format.ts."""
+"""Words that users read instead of a status of `status_now`. dashboard/src/format.ts has the same ones."""
 
 
 def status_now(run_dir: Path | str, info: RunInfo | None) -> str:

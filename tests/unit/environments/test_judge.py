@@ -43,19 +43,16 @@ async def test_criteria_are_graded_and_weighted(usage):
         found = json.loads(grades(body, 10))
         return json.dumps(found | {"criterion_2": 5, "criterion_3": 10})
 
-    async with judging(answer, price_in=2.0, price_out=10.0, sampling={"temperature": 0.0, "top_k": 1}) as (
-        judge,
-        requests,
-    ):
+    settings = {"price_in": 2.0, "price_out": 10.0, "sampling": {"temperature": 0.0, "top_k": 1}}
+    async with judging(answer, **settings) as (judge, requests):
         criteria = {"It is right.": 3.0, "It is short.": 1.0, "It flatters.": -1.0}
         score = await judge.score("2 + 2?", "<think>Hm, five.</think>4", reference="four", criteria=criteria)
     assert score == (3 * 1.0 + 1 * 0.5 - 1 * 1.0) / 4
     (request,) = requests
     prompt = request["messages"][0]["content"]
     assert all(text in prompt for text in ("2 + 2?", "\n4\n", "four", "It is short.")) and "five" not in prompt
-    assert (request["temperature"], request["top_k"]) == (0.0, 1) and request["response_format"]["json_schema"][
-        "strict"
-    ]
+    assert (request["temperature"], request["top_k"]) == (0.0, 1)
+    assert request["response_format"]["json_schema"]["strict"]
     assert {name: value for name, value in usage.items() if name != "judge/seconds"} == {
         "judge/calls": 1, "judge/failures": 0, "judge/tokens": 110, "judge/cost": pytest.approx(300e-6),
     }  # fmt: skip
