@@ -131,7 +131,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
 
 def _decode(file: Path, encoded: bytes, place: str = "") -> str:
     try:
-        return encoded.decode("utf-8-sig")
+        return encoded.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         encoding = "UTF-16" if encoded[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
         raise ValueError(

@@ -250,6 +250,23 @@ async def test_a_copy_that_grows_is_reported_while_it_does(root: Path, monkeypat
     assert [json.loads(text)["remote"]["done_bytes"] for text in progress] == [1, 2]
 
 
+async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypatch):
+    monkeypatch.setattr(events, "LIVE_SECONDS", 0.001)
+    monkeypatch.setattr(events, "ENDED_SECONDS", 0.003)
+    states = {"live": "live", "ended": "finished"}
+    looks = []
+    monkeypatch.setattr(events, "_look", lambda sizes, run: (looks.append(run) or {}, states[run]))
+    left = iter([False] * 6 + [True])
+
+    async def is_gone() -> bool:
+        return next(left)
+
+    monkeypatch.setattr(events, "TableSizes", lambda run: None)
+    async for _ in run_events({name: name for name in states}, None, is_gone):
+        pass
+    assert (looks.count("live"), looks.count("ended")) == (6, 2)
+
+
 def test_ids_of_events_that_no_event_had_are_ignored():
     assert [parse_id(text) for text in (None, "", "a:steps=3", "[]", '{"a": {"steps": "x"}}')] == [{}] * 5
     sizes = {"ä~b": {"steps": 3, "logs": 9}, "c": {}}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from tests.fakes.asgi import send_request
 
 from telescope.inference.auth import SECRET_VARIABLE, RunSecretMiddleware
 
@@ -11,6 +10,8 @@ SECRET = "a-run-secret"
 
 
 class Recorder:
+    """An application that notes that it was reached."""
+
     def __init__(self) -> None:
         self.reached: list[str] = []
 
@@ -18,9 +19,18 @@ class Recorder:
         self.reached.append(scope["type"])
 
 
-async def call(kind: str, headers: list[Any], path: str = "/x") -> tuple[Recorder, list[Any]]:
+async def call(scope: dict[str, Any]) -> tuple[Recorder, list[Any]]:
     app = Recorder()
-    return app, (await send_request(RunSecretMiddleware(app, SECRET), path, type=kind, headers=headers)).messages
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the body of an unauthenticated request is not read")
+
+    await RunSecretMiddleware(app, SECRET)(scope, receive, send)
+    return app, sent
 
 
 REFUSED = [
@@ -38,23 +48,29 @@ REFUSED = [
 @pytest.mark.parametrize("headers", REFUSED)
 @pytest.mark.parametrize("path", ["/health", "/docs", "/metrics", "/inference/v1/generate", "/collective_rpc", "/"])
 async def test_no_route_answers_without_the_secret(headers: list[Any], path: str) -> None:
-    app, sent = await call("http", headers, path)
+    app, sent = await call({"type": "http", "method": "GET", "path": path, "headers": headers})
     assert app.reached == []
     assert sent[0]["status"] == 401
 
 
 @pytest.mark.parametrize("headers", REFUSED)
 async def test_websockets_are_closed_without_the_secret(headers: list[Any]) -> None:
-    app, sent = await call("websocket", headers, "/v1/realtime")
+    app, sent = await call({"type": "websocket", "path": "/v1/realtime", "headers": headers})
     assert app.reached == []
     assert sent[0]["type"] == "websocket.close"
 
 
-@pytest.mark.parametrize("kind", ["http", "websocket", "lifespan"])
-async def test_the_secret_opens_every_kind_of_connection_and_the_start_needs_none(kind: str) -> None:
-    headers = [(b"host", b"x"), (b"authorization", b"Bearer a-run-secret")] if kind != "lifespan" else []
-    app, sent = await call(kind, headers)
-    assert (app.reached, sent) == ([kind], [])
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+async def test_the_secret_opens_every_kind_of_connection(kind: str) -> None:
+    headers = [(b"host", b"x"), (b"authorization", b"Bearer a-run-secret")]
+    app, sent = await call({"type": kind, "method": "GET", "path": "/x", "headers": headers})
+    assert app.reached == [kind]
+    assert sent == []
+
+
+async def test_the_servers_own_start_needs_no_secret() -> None:
+    app, _ = await call({"type": "lifespan"})
+    assert app.reached == ["lifespan"]
 
 
 def test_an_engine_without_a_secret_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fakes.asgi import send_request
 
 from telescope.inference.vllm import engine_health
 from telescope.inference.vllm.engine_health import EngineExitMiddleware
@@ -34,8 +33,16 @@ class Server:
         await send({"type": "http.response.body", "body": b"done"})
 
     async def request(self, method: str = "POST") -> list[Any]:
+        """What a request is sent."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
         app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
-        return (await send_request(self._middleware, "/update_weights", method=method, app=app)).messages
+        scope = {"type": "http", "method": method, "path": "/update_weights", "app": app}
+        await self._middleware(scope, None, send)  # type: ignore[arg-type]
+        return sent
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +61,8 @@ def server() -> Server:
     return Server()
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_requests_waiting_for_an_exited_engine_are_answered(server, method):
-    requests = [asyncio.create_task(server.request(method)) for _ in range(3)]
+async def test_requests_waiting_for_an_exited_engine_are_answered(server):
+    requests = [asyncio.create_task(server.request()) for _ in range(3)]
     await asyncio.sleep(0.05)
     assert not any(request.done() for request in requests)
     server.engine.errored = True
@@ -113,6 +119,14 @@ async def test_requests_of_a_running_engine_are_left_alone(server, method):
     assert (await request)[0]["status"] == 200
 
 
+async def test_a_get_request_is_ended_too(server):
+    request = asyncio.create_task(server.request("GET"))
+    await asyncio.sleep(0.05)
+    server.engine.errored = True
+    await ended([request])
+    assert request.result()[0]["status"] == 503
+
+
 async def test_a_request_during_the_grace_period_has_its_own(monkeypatch):
     monkeypatch.setattr(engine_health, "GRACE_SECONDS", 0.5)
     server = Server()
@@ -125,6 +139,17 @@ async def test_a_request_during_the_grace_period_has_its_own(monkeypatch):
     assert not second.done()
     await ended([second])
     assert second.result()[0]["status"] == 503
+
+
+async def test_a_server_may_cancel_a_request_that_is_being_ended(server):
+    server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0)
+    monitored = next(iter(server._middleware._in_flight))
+    server._middleware._ended.add(monitored)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
 
 
 async def test_an_engine_without_an_errored_attribute_fails_the_request(server):

@@ -12,7 +12,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
 
 from telescope.config import TelescopeConfig
-from telescope.environments.types import Advance, RewardRecord
+from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.entries import environment_keys
 from telescope.evals.runner import EvalResult, SamplesFile
@@ -29,6 +29,7 @@ from telescope.rollout.worker import RolloutWorker
 async def evaluation_of(
     config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeServer] = ()
 ) -> Evaluation:
+    """The evals of a config on engines that are up, one by default."""
     environments = environments or SimulatedEnvironment()
     settings = RolloutSettings.from_config(config)
     plans = await plan_evals(config, environment_keys(config), environments, settings)
@@ -72,26 +73,31 @@ def requests_of(evaluation: Evaluation) -> list[GenerateRequest]:
     return [request for engine in engines_of(evaluation) for request in engine.requests]
 
 
-THREE = {"name": "a", "kwargs": {"n": 3}}
+def test_an_eval_of_a_trained_environment_shares_its_processes() -> None:
+    keys = environment_keys(config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=[{"name": "a"}]))
+    assert (keys.training, keys.evals) == (["a"], ["a"])
+    assert len(keys.specs) == 1
+    same = environment_keys(
+        config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=[{"name": "a", "kwargs": {"n": 3}}])
+    )
+    assert same.evals == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("environments", "evals", "training", "of_evals", "kwargs"),
-    [
-        ([THREE], [{"name": "a"}], ["a"], ["a"], [{"n": 3}]),
-        ([THREE], [THREE], ["a"], ["a"], [{"n": 3}]),
-        ([THREE], [{"name": "a", "kwargs": {"n": 4}}, {"name": "b"}], ["a"], ["eval/a#0", "eval/b#1"],
-         [{"n": 3}, {"n": 4}, {}]),
-        ([THREE, {"name": "a", "kwargs": {"n": 5}}], [{"name": "a"}], ["a#0", "a#1"], ["a#0"], [{"n": 3}, {"n": 5}]),
-    ],
-    ids=["defaults", "equal settings", "other settings or names", "two entries of one environment"],
-)  # fmt: skip
-def test_an_eval_shares_the_environment_of_training_unless_it_differs(environments, evals, training, of_evals, kwargs):
-    keys = environment_keys(config_of(environments=environments, evals=evals))
-    assert (keys.training, keys.evals, [spec.kwargs for spec in keys.specs]) == (training, of_evals, kwargs)
-    assert [spec.identity for spec in keys.specs] == [*training, *(key for key in of_evals if key not in training)]
-    factories = {spec.identity in training: spec.factory for spec in keys.specs}
-    assert len(set(factories.values())) == len(factories), "an eval may be more than an environment"
+def test_an_eval_with_other_settings_or_another_name_has_its_own() -> None:
+    evals = [{"name": "a", "kwargs": {"n": 4}}, {"name": "b"}]
+    keys = environment_keys(config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=evals))
+    assert keys.evals == ["eval/a#0", "eval/b#1"]
+    assert [spec.identity for spec in keys.specs] == ["a", "eval/a#0", "eval/b#1"]
+    assert [spec.kwargs for spec in keys.specs] == [{"n": 3}, {"n": 4}, {}]
+    assert keys.specs[0].factory != keys.specs[1].factory, "an eval may be more than an environment"
+
+
+def test_two_entries_of_one_environment_have_different_keys() -> None:
+    environments = [{"name": "a", "kwargs": {"n": 3}}, {"name": "a", "kwargs": {"n": 5}}]
+    keys = environment_keys(config_of(environments=environments, evals=[{"name": "a"}]))
+    assert keys.training == ["a#0", "a#1"]
+    assert keys.evals == ["a#0"]
+    assert len({spec.identity for spec in keys.specs}) == len(keys.specs) == 2
 
 
 async def test_separate_items_are_reserved_at_the_head_of_the_environment_that_serves_them() -> None:
@@ -114,13 +120,15 @@ async def test_an_eval_uses_all_items_unless_it_names_a_number() -> None:
     assert [len(plan.items) for plan in evaluation.plans] == [3, 64]
 
 
-@pytest.mark.parametrize(("name", "fields", "message"), [
-    ("arithmetic", {"num_samples": 64, "separate_eval_samples": True}, r"evals.*num_samples.*arithmetic.*64"),
-    ("b", {"num_samples": 1000}, r"num_samples of 'b' is 1000, and its dataset has 64 items"),
-])  # fmt: skip
-async def test_an_eval_of_too_many_items_is_refused_with_the_fields_to_change(name, fields, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        await evaluation_of(config_of(evals=[{"name": name, **fields}]))
+async def test_fewer_items_than_num_samples_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"num_samples of 'b' is 1000, and its dataset has 64 items"):
+        await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 1000}]))
+
+
+async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 64, "separate_eval_samples": True}])
+    with pytest.raises(ConfigError, match=r"evals.*num_samples.*arithmetic.*64"):
+        await evaluation_of(config)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -167,6 +175,43 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     assert {link["sample_id"] for link in links} == {row["sample_id"] for row in rows}
     assert sorted((link["item"], link["sample_uid"]) for link in links) == [(i, f"uid {i}") for i in range(10)]
     assert evaluation.servers.num_slots_used_by_evals == 0
+
+
+class TwoTurns(SimulatedEnvironment):
+    """The same items as a conversation: after the first answer the environment adds token 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns, self.answers = True, dict[str, int]()
+
+    async def describe(self, key: str) -> EnvironmentInfo:
+        return EnvironmentInfo(key, self.num_items, is_multi_turn=True)
+
+    async def begin(self, rollout: str, key: str, index: int) -> list[int]:
+        self.answers[rollout] = 0
+        return [index + 1]
+
+    async def respond(self, rollout: str, token_ids: Any, *arguments: Any, for_eval: bool, **options: Any) -> Advance:
+        assert for_eval
+        self.answers[rollout] += 1
+        if self.answers[rollout] == 1:
+            return Advance([9], "first", None)
+        return Advance([], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+
+    def end(self, rollout: str) -> None:
+        assert self.answers[rollout] == 2
+
+
+async def test_a_multi_turn_eval_runs_like_training() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 5}])
+    evaluation = await evaluation_of(config, TwoTurns())
+    (result,) = await run_all(evaluation)
+    assert (result.num_scored, result.accuracy) == (5, 1.0)
+    written: Any = evaluation.recorder
+    assert {row["num_turns"] for row in written.of("samples", status="eval")} == {2}
+    second = [request.prompt_token_ids for request in requests_of(evaluation) if len(request.prompt_token_ids) > 1]
+    assert len(second) == 5
+    assert all(prompt[-1] == 9 for prompt in second), "the environment's reply follows the answer"
 
 
 async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import DeadlineExceeded
-from telescope.rollout.request_slots import GroupSlotPool, RequestSlotPool, share_slots, slots_per_server
+from telescope.rollout.request_slots import GroupSlotPool, Lease, RequestSlotPool, share_slots, slots_per_server
 
 
 def pool(*capacities: int) -> RequestSlotPool:
@@ -100,6 +100,14 @@ async def test_a_cancelled_waiter_releases_a_slot_it_was_just_assigned() -> None
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert slots.num_used == 0
+
+
+async def test_releasing_twice_is_a_bug() -> None:
+    slots = pool(1)
+    lease: Lease = await slots.acquire(0, timeout=1)
+    slots.release(lease)
+    with pytest.raises(AssertionError):
+        slots.release(lease)
 
 
 async def test_a_group_bound_to_a_full_server_does_not_block_others() -> None:

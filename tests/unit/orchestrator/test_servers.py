@@ -124,6 +124,16 @@ async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None
         await bench.until(lambda: bench.pool.up == [0])
 
 
+async def test_a_server_that_fails_while_it_receives_weights_is_retried(bench) -> None:
+    bench.weights_fail = True
+    async with bench.watched():
+        bench.pool.report_failure(0, DEAD)
+        await bench.until(lambda: len(bench.brought) >= 2)
+        assert bench.pool.up == [1]
+        bench.weights_fail = False
+        await bench.until(lambda: bench.pool.up == [0, 1])
+
+
 async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue(bench) -> None:
     bench.weights_fail = True
     async with bench.watched() as watching:

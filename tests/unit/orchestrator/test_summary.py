@@ -1,6 +1,7 @@
 """The summary of a run, for every way that a run can end."""
 
 import asyncio
+import json
 import logging
 import math
 from dataclasses import replace
@@ -44,24 +45,27 @@ def test_a_continued_run_says_which_steps_its_seconds_are_of() -> None:
     assert replace(summary_of(), steps=16).sentence == "finished 16 steps, the last 2 in 12 s"
 
 
-SEEN = [result(version, accuracy, name="seen", held_out=False) for version, accuracy in ((0, 0.1), (5, 0.3))]
-GREEDY = [replace(result(version, 0.9), number=1) for version in (0, 2)]
+@pytest.mark.parametrize(("status", "sentence"), [
+    ("finished", "finished 1 step in 12 s"), ("stopped", "stopped after 1 step, as requested"),
+    ("failed", "failed after 1 step"),
+])  # fmt: skip
+def test_one_step_is_one_step(status: Any, sentence: str) -> None:
+    assert replace(summary_of(), status=status, steps=1).sentence == sentence
 
 
-@pytest.mark.parametrize(("evals", "before", "after"), [
-    ([SEEN[0], result(0, 0.2), SEEN[1], result(5, 0.4)], 0.2, 0.4),
-    ([result(0, 0.25), GREEDY[0], result(2, 0.5), GREEDY[1]], 0.25, 0.5),
-    (SEEN[:1], 0.1, None), ([], None, None),
-], ids=["the first one with held-out items", "one of two of its name", "no held-out items", "no eval"])  # fmt: skip
-def test_the_headline_is_that_of_one_eval(evals: list[EvalResult], before: float | None, after: float | None) -> None:
+def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
+    evals = [
+        result(0, 0.1, name="seen", held_out=False), result(0, 0.2), result(5, 0.3, name="seen", held_out=False),
+        result(5, 0.4),
+    ]  # fmt: skip
     summary = summary_of(evals)
-    assert (summary.heldout_before, summary.heldout_after) == (before, after)
-
-
-def test_the_summary_lists_every_eval() -> None:
-    summary = summary_of([SEEN[0], result(0, 0.2), SEEN[1], result(5, 0.4)])
+    assert (summary.heldout_before, summary.heldout_after) == (0.2, 0.4)
     assert [entry["name"] for entry in summary.evals] == ["seen", "countdown", "seen", "countdown"]
     assert summary.evals[0]["scored"] == 499
+
+
+def test_without_held_out_items_it_is_the_first_eval() -> None:
+    assert summary_of([result(0, 0.1, held_out=False)]).heldout_before == 0.1
 
 
 def test_the_summary_has_the_intervals_of_accuracy_and_gain() -> None:
@@ -76,6 +80,19 @@ def test_the_summary_has_the_intervals_of_accuracy_and_gain() -> None:
     assert last["completions_per_item"] == 4
 
 
+def test_two_evals_of_one_name_are_not_compared_with_each_other() -> None:
+    greedy = [replace(result(version, 0.9), number=1) for version in (0, 2)]
+    summary = summary_of([result(0, 0.25), greedy[0], result(2, 0.5), greedy[1]])
+    assert (summary.heldout_before, summary.heldout_after) == (0.25, 0.5)
+
+
+def test_what_was_not_measured_is_null() -> None:
+    summary = summary_of([result(0, 0.25)])
+    assert summary.heldout_after is None
+    assert summary_of().heldout_before is None
+    assert summary_of(training_seconds=None).training_seconds is None
+
+
 @pytest.mark.parametrize(("changes", "status", "error"), [
     ({"error": ValueError("a bug")}, "failed", "ValueError: a bug"),
     ({"error": ValueError("\x1b[36ma dump\x1b[39m\n" + "of many lines\n" * 200)}, "failed", "ValueError: a dump"),
@@ -88,6 +105,14 @@ def test_the_summary_has_one_word_for_the_end_of_a_run(changes: dict[str, Any], 
     assert (summary.status, summary.error) == (status, error)
     assert status.split("ed")[0] in summary.sentence
     assert "a bug" not in summary.sentence, "the caller reports the error"
+
+
+def test_the_file_holds_every_field_as_plain_json() -> None:
+    summary = summary_of([result(0, 0.25), result(2, 0.5)])
+    written = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    for name in ("heldout_before", "heldout_after", "steps", "seconds", "run_dir", "config_hash", "status", "evals"):
+        assert name in written
+    assert written["evals"][1]["metrics"]["correct"] == 0.5
 
 
 def test_a_message_of_the_live_view_is_an_alert_of_the_record_also_from_before_it_was_open() -> None:

@@ -13,7 +13,7 @@ from telescope.environments.base import ChatMessage
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
-PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations", "text")
 CHOICES = ("choices", "options")
 ANSWERS = (
     "reward_model.ground_truth",
