@@ -70,6 +70,7 @@ class Totals:
 
     @property
     def num_tokens(self) -> int:
+        """Returns the number of tokens in prompt, completions and environment messages."""
         return self.num_prompt_tokens + self.num_completion_tokens + self.num_environment_tokens
 
 

@@ -138,7 +138,7 @@ class Server:
         self.poll = select.poll()
         self.poll.register(descriptor, select.POLLIN)
         self.commands: dict[int, Command] = {}  # by file descriptor of the process
-        self.statuses: dict[int, int] = {}  # of children that `reap` found, by process
+        self.statuses: dict[int, int] = {}  # of shells that `reap` found, by process
         self.streams: dict[int, Stream] = {}  # by file descriptor, daemons included
         self.relays: set[int] = set()
 
@@ -215,6 +215,7 @@ class Server:
         """Reaps orphans, which are children of process 1. Keeps the status of shells for `ended`."""
         try:
             while (found := posix.waitpid(-1, posix.WNOHANG))[0]:
+                self.relays.discard(found[0])
                 if found[0] in self.children():
                     self.statuses[found[0]] = found[1]
         except ChildProcessError:
