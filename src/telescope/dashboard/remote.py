@@ -88,11 +88,11 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 class WandbRuns:
-    """The runs of one project. `root` is a folder of run directories. Must be closed."""
+    """The runs of one project. `root` is a folder of run directories. Close it, or use it as a context manager."""
 
-    def __init__(self, project: WandbProject) -> None:
+    def __init__(self, project: WandbProject, cache: Path | None = None) -> None:
         self.project = project
-        self.root = cache_folder().resolve() / project.host / project.path
+        self.root = (cache or cache_folder()).resolve() / project.host / project.path
         self.problem: str | None = None
         """Why the list may be old, or None."""
         self._copies: dict[str, RunCopy] = {}
@@ -101,6 +101,12 @@ class WandbRuns:
         self._newest = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_listing, name="telescope-wandb-list", daemon=True)
+
+    def __enter__(self) -> WandbRuns:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def num_runs(self) -> int:
