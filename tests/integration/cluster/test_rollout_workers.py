@@ -290,7 +290,7 @@ async def test_sandboxes_end_with_their_worker_and_are_prepared_again(ground, tm
 @pytest.mark.sandbox
 async def test_a_sandbox_that_is_lost_masks_its_sample(ground, tmp_path):
     async with workers(ground, tmp_path, "boxed") as run:
-        groups = await run.run("kill -9 -1; sleep 5", "true")
+        groups = await run.run("lose", "true")
         (lost,), (fine,) = groups
         assert lost.reward is None and lost.failure_kind == "infrastructure"
         assert "has ended" in (lost.failure_message or "")

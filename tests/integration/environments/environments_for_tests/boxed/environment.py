@@ -25,6 +25,8 @@ class Boxed(SingleTurnEnvironment):
         try:
             if completion == "end":
                 os._exit(7)
+            if completion == "lose":
+                await self.pool.provider.destroy(sandbox)
             result = await self.pool.provider.execute(sandbox, completion, timeout=30)
         finally:
             await self.pool.release(sandbox)
