@@ -132,12 +132,12 @@ def _unchecked(trials: list[Trial]) -> set[str]:
 
 
 def _table(trials: list[Trial]) -> Table:
-    table = Table("answer", "reward", "", box=None, pad_edge=False)
+    table, unchecked = Table("answer", "reward", "", box=None, pad_edge=False), _unchecked(trials)
     for name in dict.fromkeys(trial.name for trial in trials):
         named = [trial for trial in trials if trial.name == name]
         rewards = dict.fromkeys(_shown(trial.reward) for trial in named)
         verdict = Text("FAILED", style="red") if any(trial.problem for trial in named) else Text("ok", style="green")
-        if name in _unchecked(trials):
+        if name in unchecked:
             verdict = Text("not checked", style="red")
         table.add_row(name, ", ".join(rewards), verdict)
     return table

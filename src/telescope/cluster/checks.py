@@ -136,18 +136,15 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
 
 @contextlib.contextmanager
 def _file_in(run_dir: Path) -> Iterator[str]:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        number, path = tempfile.mkstemp(prefix=".telescope-doctor-", dir=run_dir.absolute())
-    except OSError as error:
-        fix = "Name a folder that you may write on all nodes"
-        raise UserError(f"--run-dir is {str(run_dir)!r}, which is not writable ({error.strerror}). {fix}") from error
-    try:
-        os.fsync(number)
-        yield path
-    finally:
-        os.close(number)
-        os.unlink(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".telescope-doctor-", dir=run_dir.absolute()))
+        except OSError as error:
+            why = f"which is not writable ({error.strerror}). Name a folder that you may write on all nodes"
+            raise UserError(f"--run-dir is {str(run_dir)!r}, {why}") from error
+        os.fsync(file.fileno())
+        yield file.name
 
 
 def _offset(probe: Any) -> float:

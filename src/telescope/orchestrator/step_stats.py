@@ -124,7 +124,8 @@ def discarded_numbers(sample: Trajectory) -> Numbers:
 
 def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:
     assert sample.reward is not None
-    totals, oldest = sample.totals, sample.version_range[0]
+    totals = sample.totals
+    oldest = totals.version_range[0]
     return {
         "reward": sample.total_reward,
         "advantage": advantage,

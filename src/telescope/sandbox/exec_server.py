@@ -223,9 +223,9 @@ class Server:
 
     def ended(self, command: Command) -> None:
         """Replies once a command's shell has exited. Later output of its daemons is read and dropped."""
-        if command.pid not in self.statuses:
-            self.statuses[command.pid] = posix.waitpid(command.pid, 0)[1]
-        status = self.statuses.pop(command.pid)
+        status = self.statuses.pop(command.pid, None)
+        if status is None:
+            _, status = posix.waitpid(command.pid, 0)
         self.poll.unregister(command.process)
         posix.close(command.process)
         del self.commands[command.process]
