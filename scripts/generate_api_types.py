@@ -1,12 +1,14 @@
-"""Writes dashboard/src/types.ts: the types of the API's answers in TypeScript, from its OpenAPI schema.
+"""Writes dashboard/src/types.ts: the types of the API's answers in TypeScript, and the words for the status of a run.
 
     python scripts/generate_api_types.py
 
-A test compares the file with the schema. A field of type `number | null` is a `Value`.
+The types are those of its OpenAPI schema. A test compares the file with it. A field of type `number | null` is a
+`Value`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,9 @@ HEADER = """\
 
 /** A number; null if it was not measured. */
 export type Value = number | null;
+
+/** What people read for the status of a run, if it is another word. */
+export const STATUS_WORDS: Record<string, string> = {words};
 """
 
 NAMES = {"integer": "number", "number": "number", "string": "string", "boolean": "boolean", "null": "null"}
@@ -30,10 +35,11 @@ FRAMEWORK = ("HTTPValidationError", "ValidationError")
 def generate() -> str:
     """Returns the content of the file."""
     from telescope.dashboard.app import create_app
+    from telescope.record.run_info import STATUS_WORDS
 
     schemas: dict[str, Any] = create_app([]).openapi()["components"]["schemas"]
     interfaces = [_interface(name, schema) for name, schema in schemas.items() if name not in FRAMEWORK]
-    return "\n".join([HEADER, *interfaces])
+    return "\n".join([HEADER.format(words=json.dumps(STATUS_WORDS)), *interfaces])
 
 
 def _interface(name: str, schema: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 /** Numbers and times as text: true minus, thin spaces between thousands. */
 
 import { visible } from "./text/hostile";
+import { STATUS_WORDS } from "./types";
 
 const MINUS = "\u2212";
 const THIN = "\u202f"; // narrow, and no place to break a line
@@ -106,15 +107,6 @@ export function setting(value: unknown): string {
   }
   return String(value);
 }
-
-const STATUS_WORDS: Record<string, string> = {
-  live: "training",
-  dead: "stopped unexpectedly",
-  finished: "finished",
-  stopped: "stopped",
-  failed: "failed",
-  unknown: "unknown",
-};
 
 export const statusWord = (status: string): string => STATUS_WORDS[status] ?? status;
 export const statusClass = (status: string): string => (status === "live" ? "live" : status === "failed" || status === "dead" ? "bad" : "");

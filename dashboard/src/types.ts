@@ -3,6 +3,9 @@
 /** A number; null if it was not measured. */
 export type Value = number | null;
 
+/** What people read for the status of a run, if it is another word. */
+export const STATUS_WORDS: Record<string, string> = {"live": "training", "dead": "stopped unexpectedly"};
+
 /** Something that a person should know. Reported `count` times, from `first_step` and `first_time` on. */
 export interface Alert {
   first_step: Value;
