@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import ray
 from ray._private import ray_constants, services
@@ -404,6 +403,8 @@ def forget_authentication() -> None:
 
 def admits(address: str, token: str | None = None) -> bool | None:
     """Returns whether the cluster at `address` accepts this token, or no token. None if it does not respond."""
+    import grpc  # 7 MiB, which no actor needs
+
     shown: Sequence[tuple[str, str]] = [("authorization", f"Bearer {token}")] if token is not None else []
     with grpc.insecure_channel(address) as channel:
         try:

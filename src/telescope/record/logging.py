@@ -6,17 +6,21 @@ Invariants: logging never raises and never waits for the record. A failing disk 
 the terminal get lines without control sequences.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles
-from telescope.record.recorder import Recorder
 from telescope.utils.text import plain
+
+if TYPE_CHECKING:  # pyarrow's parquet, which only the driver needs
+    from telescope.record.alerts import Alerts
+    from telescope.record.recorder import Recorder
 
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(process)d %(name)s:%(lineno)d %(message)s"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
@@ -27,12 +27,14 @@ from telescope.environments.user_code import DeadlinePassed, contain_exits, erro
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.rollout.answers import parse_answer
 from telescope.rollout.dialects import PASSED_ON, Refusal, sampling_of
-from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
 from telescope.sandbox.pool import Sandbox
+
+if TYPE_CHECKING:
+    from telescope.rollout.endpoint import Endpoint
 
 KNOWN_SAMPLING = ("max_tokens", "stop")
 """Sampling parameters that a call may set. The run sets all others, because the trainer computes logprobs with them."""

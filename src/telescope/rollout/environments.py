@@ -21,7 +21,6 @@ from telescope.environments.sandbox_tools import close_pools
 from telescope.environments.types import PreparedPrompt, RewardRecord
 from telescope.errors import DeadlineExceeded, EnvironmentFailure
 from telescope.rollout.context import AgentRollout
-from telescope.rollout.endpoint import Endpoint
 from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.sample import Rollout
 from telescope.rollout.turns import MultiTurn, SingleTurn, take_turns
@@ -49,8 +48,12 @@ class LoadedEnvironments:
         self.by_key = {each.spec.identity: each for each in environments}
         self._thread = UserThread(timeout_seconds)
         self._agents = [each.inner for each in environments if each.inner is not None and is_agent(each.inner)]
-        paths = {each.renderer.spec.tokenizer_path for each in environments if each.renderer is not None}
-        self._endpoint = Endpoint([MODEL, *paths])
+        self._endpoint: Endpoint | None = None
+        if self._agents:
+            from telescope.rollout.endpoint import Endpoint  # aiohttp's server: 4 MiB, which only agents need
+
+            paths = {each.renderer.spec.tokenizer_path for each in environments if each.renderer is not None}
+            self._endpoint = Endpoint([MODEL, *paths])
 
     @property
     def is_stuck(self) -> bool:
@@ -58,7 +61,7 @@ class LoadedEnvironments:
 
     async def start(self) -> None:
         """Opens the endpoint for agents, if an environment needs it, and prepares the resources of this process."""
-        if self._agents:
+        if self._endpoint is not None:
             # The path of a Unix socket has at most 107 characters.
             self._folder = tempfile.TemporaryDirectory(prefix="telescope-", ignore_cleanup_errors=True)
             socket = Path(self._folder.name, "endpoint")
@@ -87,6 +90,7 @@ class LoadedEnvironments:
         if environment is None or not is_agent(environment):
             reward = await turns()
         else:
+            assert self._endpoint is not None
             try:
                 agent = AgentRollout(rollout, environment, renderer, self._endpoint, turns)
                 reward = await agent.run(owner.get_sample(task.item_index))
@@ -101,7 +105,8 @@ class LoadedEnvironments:
 
     async def close(self) -> None:
         """Waits until rollouts have ended, then closes resources."""
-        await self._endpoint.stop()
+        if self._endpoint is not None:
+            await self._endpoint.stop()
 
         async def close_resources() -> None:
             if self._thread.started:
