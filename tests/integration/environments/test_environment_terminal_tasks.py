@@ -8,7 +8,7 @@ import pytest
 
 from telescope.environments.base import TrajectoryStep, assistant_message, conversation
 from telescope.environments.registry import get_environment
-from telescope.environments.terminal_tasks.tasks import own_tasks
+from telescope.environments.terminal_tasks.tasks import own_tasks, read_tasks
 from telescope.errors import UserError
 from telescope.sandbox import SandboxError
 
@@ -190,6 +190,25 @@ def test_a_link_out_of_the_folder_of_a_task_is_refused(tmp_path):
     (tmp_path / "environment" / "etc").symlink_to("/etc")
     with pytest.raises(UserError, match=r"environment/etc of the task .* is a link to /etc, outside the folder"):
         len(get_environment("terminal_tasks", tasks=str(tmp_path)))
+
+
+def test_a_task_in_the_cache_of_the_hub_may_link_to_its_repository_alone(tmp_path):
+    repository = tmp_path / "datasets--someone--tasks"
+    task = repository / "snapshots" / "main" / "first"
+    texts = {"task.toml": "", "instruction.md": "Go.", "tests/test.sh": "exit 0", "environment/a": "A"}
+    texts["environment/Dockerfile"] = "FROM debian\nCOPY a /app/a\n"
+    (repository / "blobs").mkdir(parents=True)
+    for number, (name, text) in enumerate(texts.items()):
+        (repository / "blobs" / str(number)).write_text(text)
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).symlink_to(repository / "blobs" / str(number))
+    (found,) = read_tasks(str(task.parent))
+    assert found.set_up == [{"/app/a": b"A"}] and found.tests == {"/tests/test.sh": b"exit 0"}
+    (tmp_path / "datasets--someone--other").write_text("not theirs")
+    (task / "environment" / "a").unlink()
+    (task / "environment" / "a").symlink_to(tmp_path / "datasets--someone--other")
+    with pytest.raises(UserError, match="environment/a of the task 'first' is a link to .*other, outside the folder"):
+        read_tasks(str(task.parent))
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def _read_task(folder: Path) -> Task:
         if not (folder / needed).is_file() or not (folder / needed).stat().st_size:
             raise UserError(f"terminal_tasks: the task {folder.name!r} has no {needed}, or an empty one.")
     for path in (path for name in ("environment", "tests", "solution") for path in (folder / name).rglob("*")):
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not _stays_inside(path, folder):
             raise UserError(
                 f"terminal_tasks: {path.relative_to(folder)} of the task {folder.name!r} is a link to "
                 f"{path.resolve()}, outside the folder of the task. Put the file itself there."
@@ -105,6 +105,13 @@ def _read_task(folder: Path) -> Task:
     return task
 
 
+def _stays_inside(path: Path, folder: Path) -> bool:
+    """Returns whether a path leads to a file of the folder, or of its repository in the cache of the hub."""
+    folder = folder.resolve()  # files of the cache are links to `blobs`, beside `snapshots`
+    cached = (place for place in folder.parents if re.match("(datasets|models|spaces)--", place.name))
+    return path.resolve().is_relative_to(next(cached, folder))
+
+
 def _carry_out(task: Task, folder: Path, line: str) -> None:
     """Adds an instruction of a Dockerfile to a task. Raises `ValueError` for what needs a build."""
     keyword, _, rest = line.partition(" ")
@@ -129,7 +136,7 @@ def _carry_out(task: Task, folder: Path, line: str) -> None:
             if not all(found):
                 raise ValueError(f"environment/ has no {sources[found.index([])]}")
             for source in [folder / name for names in found for name in names]:
-                if not source.resolve().is_relative_to(folder.resolve()):
+                if not _stays_inside(source, folder):
                     raise ValueError(f"{source.relative_to(folder)} is outside environment/, so put it there")
                 many = len(sources) > 1 or len(found[0]) > 1 or source.is_dir() or place.endswith("/")
                 name = "" if not many or source.is_dir() else f"/{source.name}"
