@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import shutil
 from typing import ClassVar
 
@@ -61,7 +62,10 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
         result = await self._call(*arguments, content=content)
         if result.exit_code:
-            raise ContainerError(result.stderr.strip() or f"{self.program} {arguments[0]} returned {result.exit_code}")
+            text = re.sub(r" Is the docker daemon running\?|\n+(Run|See) '.* --help'.*", "", result.stderr).strip(
+                " .\n"
+            )
+            raise ContainerError(text or f"{self.program} {arguments[0]} returned {result.exit_code}")
         return result.stdout
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:

@@ -138,6 +138,13 @@ async def test_a_refused_create_is_tried_again_and_others_are_not(service):
     assert not service.alive
 
 
+async def test_an_error_that_every_creation_has_is_raised_once_beside_no_warning(service, caplog):
+    service.failures = [SandboxImagePullError("no such image") for _ in range(4)]
+    with pytest.raises(SandboxImagePullError, match="no such image"):
+        await started(service, 4)
+    assert not caplog.records
+
+
 async def test_a_lost_sandbox_is_replaced_before_anybody_gets_it(service, monkeypatch):
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 0.0)
     pool = await started(service, 1)
