@@ -34,6 +34,7 @@ EXPECTATIONS = {
     "string_too_short": "it must not be empty",
     "string_pattern_mismatch": "it must not be blank",
     "int_parsing_size": "it must be a whole number of at most a few digits",
+    "extra_forbidden": "there is no such key",
 }
 
 
@@ -70,6 +71,27 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
     )
 
 
+def describe_argument(error: ValidationError, name: str, value: Any) -> str:
+    """Returns a sentence on the wrong part of an argument's value: `criteria.a is "two", but it must be a number`."""
+    # A union reports each alternative, with its type in the location. Those that lead deepest into the value are meant.
+    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        place: tuple[int | str, ...] = ()
+        for part in detail["loc"]:
+            inner = _value_at(value, place)
+            if (isinstance(inner, dict) and part in inner) or (isinstance(inner, list) and isinstance(part, int)):
+                place += (part,)
+        found.setdefault(place, []).append(detail)
+    place = max(found, key=len)
+    part = _value_at(value, place)
+    needed = dict.fromkeys(_expectation(detail, part) for detail in found[place])
+    return f"{_dotted((name, *place))} is {show(part)}, but {', or '.join(needed)}"
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Returns what a person wrote of Pydantic's location: the field, or list, index and key; no union alternatives."""
     if location and location[0] in ENTRY_KEYS:
@@ -82,7 +104,7 @@ def _describe(
     location: tuple[int | str, ...], detail: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
 ) -> str:
     top = str(location[0]) if location else ""
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    name = _dotted(location)
     where = f" ({sources[top]})" if top in sources else ""
     if detail["type"] == "extra_forbidden":
         known = ENTRY_KEYS[top]
@@ -98,6 +120,8 @@ def _describe(
 
 def _expectation(detail: ErrorDetails, value: Any) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "missing":
+        return f"{detail['loc'][-1]} is missing"
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, ")
     if kind == "literal_error":
@@ -110,8 +134,8 @@ def _expectation(detail: ErrorDetails, value: Any) -> str:
     return EXPECTATIONS.get(kind, detail["msg"][:1].lower() + detail["msg"][1:])
 
 
-def _value_at(values: Mapping[str, Any], location: tuple[int | str, ...]) -> Any:
-    value: Any = values
+def _value_at(values: Any, location: tuple[int | str, ...]) -> Any:
+    value = values
     for part in location:
         try:
             value = value[part]

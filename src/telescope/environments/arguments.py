@@ -89,10 +89,9 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
         try:
             adapter.validate_python(value)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]["msg"]
-            raise UserError(
-                f"{called} was given {name}: {value!r}. {problem[:1].upper() + problem[1:]}; correct it in its kwargs."
-            ) from None
+            from telescope.config.messages import describe_argument  # takes a second, for an error alone
+
+            raise UserError(f"{called}: {describe_argument(error, name, value)}. Correct it in its kwargs.") from None
 
 
 def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:

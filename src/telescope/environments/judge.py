@@ -81,12 +81,15 @@ class Judge(BaseModel):
     @classmethod
     def of(cls, value: Any) -> Judge:
         """Returns the judge for a keyword argument, which is a judge or its settings. Raises `UserError`."""
+        if not isinstance(value, cls | Mapping):
+            raise UserError(f"judge is {value!r}, but it must be a mapping, such as {{url: policy}}.")
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            problem, known = error.errors(include_url=False)[0], ", ".join(cls.model_fields)
-            name = "".join(f"{part}: " for part in problem["loc"])
-            raise UserError(f"judge: {name}{problem['msg']}. It takes: {known}.") from None
+            from telescope.config.messages import describe_argument  # takes a second, for an error alone
+
+            known = ", ".join(cls.model_fields)
+            raise UserError(f"{describe_argument(error, 'judge', value)}. A judge takes: {known}.") from None
 
     @property
     def is_policy(self) -> bool:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from telescope.config import EvalEntry, TelescopeConfig
 from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
+from telescope.config.messages import describe_argument
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
@@ -161,7 +162,7 @@ def choose_evals(
         try:
             chosen = [EvalEntry.model_validate(entry.model_dump() | {"num_samples": num_samples}) for entry in chosen]
         except ValidationError as error:
-            raise UserError(f"--num-samples is {num_samples}: {error.errors()[0]['msg']}") from None
+            raise UserError(describe_argument(error, "--num-samples", num_samples)) from None
     return chosen
 
 

@@ -154,6 +154,14 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ({"reward": "code", "code": {"provider": "locl"}}, "provider='locl' is not known"),
         ({"reward": "code"}, r"rows.jsonl has no tests \(tests, .*Set tests to a column"),
         ({"reward": "code", "tests": "answer"}, r"'Paris' is not of the form \{\"inputs\": \[...\], \"outputs\""),
+        (
+            {"reward": "judge", "judge": JUDGE, "criteria": {"a": "two"}},
+            r'criteria\.a is "two", but it must be a number',
+        ),
+        (
+            {"reward": "judge", "judge": JUDGE, "criteria": 3},
+            "criteria is 3, but it must be text; put .*, or it must be a map",
+        ),
         ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
         ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
         ({"reward": "judge", "judge": JUDGE, "criteria": "empty"}, r"'None' has no criteria. Write a text"),

@@ -280,15 +280,15 @@ assert environment.compute_reward("<answer>1</answer>", environment.get_sample(0
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"num_samples": "ten"}, "was given num_samples: 'ten'. Input should be a valid integer"),
-        ({"num_samples": 2.5}, "was given num_samples: 2.5. Input should be a valid integer"),
-        ({"num_samples": [1]}, r"was given num_samples: \[1\]. Input should be a valid integer"),
-        ({"correct_reward": "much"}, "was given correct_reward: 'much'. Input should be a valid number"),
-        ({"operations": 3}, "was given operations: 3. Input should be a valid string"),
+        ({"num_samples": "ten"}, 'num_samples is "ten", but it must be a whole number'),
+        ({"num_samples": 2.5}, "num_samples is 2.5, but it must be a whole number"),
+        ({"num_samples": [1]}, r"num_samples is \[1\], but it must be a whole number"),
+        ({"correct_reward": "much"}, 'correct_reward is "much", but it must be a number'),
+        ({"operations": 3}, "operations is 3, but it must be text; put it in quotes"),
     ],
 )
 def test_a_value_of_a_wrong_type_names_the_environment_and_the_argument(given: dict, problem: str) -> None:
     for make, kind in ((get_environment, "environment"), (get_eval, "environment")):
-        with pytest.raises(UserError, match=f"^The {kind} 'countdown' {problem}.*; correct it in its kwargs.$"):
+        with pytest.raises(UserError, match=f"^The {kind} 'countdown': {problem}. Correct it in its kwargs.$"):
             make("countdown", **given)
     get_environment("countdown", dataset="generated", num_samples=3, correct_reward=1, instruction_prompt=None)

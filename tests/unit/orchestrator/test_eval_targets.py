@@ -146,7 +146,7 @@ def test_seeds_are_those_of_the_run_s_eval_of_the_same_name():
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--eval", "math50"], "math500"),
     (["--eval", "countdown", "--step", "three"], "--step: 'three' is neither numbers of checkpoints"),
-    (["--eval", "countdown", "--num-samples", "0"], "0 samples evaluate nothing"),
+    (["--eval", "countdown", "--num-samples", "0"], "--num-samples is 0, but 0 samples evaluate nothing"),
     (["--eval", "countdown", "--json", "no/where.json"], "--json: no is not a folder"),
     (["--eval", "countdown", "--wandb-run-path", "me/run"], "wandb_run_path is 'me/run'"),
     (["--eval", "countdown", "--learning_rate", "1"], "learning_rate (command line) is a field of training"),
