@@ -38,7 +38,7 @@ from telescope.environments.registry import (
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.user_code import describe_error
-from telescope.errors import UserError
+from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.utils.text import pluralize, user_path
 
 KINDS = ("single", "multi", "tools", "agent")
@@ -180,10 +180,11 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
                 raise
             console.print(Text(f"no answer: {len(records)} of {arguments.items} items were rolled out", style="yellow"))
             break
-        except UserError:
+        except (UserError, RunError):
             raise
         except Exception as error:
-            raise UserError(f"{arguments.name}, item {item}: {describe_error(error)}.") from error
+            why = str(error) if isinstance(error, InfrastructureError) else describe_error(error)
+            raise UserError(f"{arguments.name}, item {item}: {why}.") from error
         rewards.append(rollout.score["total_reward"])
         records.append(
             {"item": item, "messages": rollout.messages, "end_reason": rollout.end_reason, "score": rollout.score}

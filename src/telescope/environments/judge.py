@@ -133,8 +133,7 @@ class Judge(BaseModel):
             if not self.is_policy:
                 await self.ask('Reply with {"ready": true}.', object_schema({"ready": {"type": "boolean"}}))
         except InfrastructureError as error:
-            fix = f"Correct url (it usually ends with /v1), model, or the key in {self.api_key_variable}"
-            raise UserError(f"{error}. {fix}{'' if self._key else ', which is not set'}.") from error
+            raise UserError(f"{error}. Correct url (it usually ends with /v1), model, or the key.") from error
         finally:
             await self.close()
 
@@ -202,7 +201,11 @@ class Judge(BaseModel):
             parsed = response.parse()
             text = parsed.choices[0].message.content or ""
         except (openai.OpenAIError, ValueError, TypeError, AttributeError, IndexError) as error:
-            raise self._failure(f"{type(error).__name__}: {error}"[:500], model) from error
+            problem = f"{type(error).__name__}: {error}"[:500]
+            if getattr(error, "status_code", None) in (401, 403):
+                is_set = "has a key that it refuses" if self._key else "is not set"
+                problem += f". The environment variable {self.api_key_variable} (api_key_variable) {is_set}"
+            raise self._failure(problem, model) from error
         tokens = (parsed.usage.prompt_tokens, parsed.usage.completion_tokens) if parsed.usage else (0, 0)
         _count(failures=response.retries_taken, tokens=sum(tokens))
         if cost := (self.price_in * tokens[0] + self.price_out * tokens[1]) / 1e6:

@@ -325,6 +325,9 @@ class ChatServer:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:300]
-            raise RunError(f"{self._base}{path} answered {error.code}: {text}") from error
+            fix = (
+                f" Set the environment variable {API_KEY_VARIABLE} to a key of it." if error.code in (401, 403) else ""
+            )
+            raise RunError(f"{self._base}{path} answered {error.code}: {text}.{fix}") from error
         except (OSError, ValueError) as error:
             raise RunError(f"{self._base}{path} cannot be reached: {error}") from error

@@ -204,7 +204,11 @@ def test_bad_input_is_reported_without_hanging(capsys, chat_server, monkeypatch)
         assert code == 2 and words in err, arguments
     chat_server.status = 503
     code, _, err = run(capsys, "try", "wordle", "--url", chat_server.url)
-    assert code == 1 and "/v1/models answered 503" in err
+    assert code == 1 and "/v1/models answered 503" in err and "OPENAI_API_KEY" not in err
+    chat_server.status = 401
+    for options in ([], ["--model", "m"]):
+        code, _, err = run(capsys, "try", "wordle", "--url", chat_server.url, *options)
+        assert code == 1 and "Set the environment variable OPENAI_API_KEY" in err and "local_rollout.py" not in err
 
 
 @pytest.mark.timeout(300)

@@ -169,10 +169,12 @@ async def test_a_failure_names_url_model_and_reason_and_is_not_remembered(answer
 async def test_a_judge_that_cannot_work_is_an_error_before_a_run(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     with judge_server(lambda _: (401, "wrong key", {})) as (url, requests):
-        with pytest.raises(UserError, match=r"401.*wrong key.* Correct url .*or the key in MY_KEY\.$"):
+        with pytest.raises(UserError, match=r"401.*variable MY_KEY \(api_key_variable\) has a key that.*Correct url"):
             await Judge(url=url, model="j", api_key_variable="MY_KEY").check()
+        with pytest.raises(InfrastructureError, match=r"401.*OPENAI_API_KEY \(api_key_variable\) is not set$"):
+            await Judge(url=url, model="j").ask("a")
         assert requests[0]["key"] == "secret"
-    with pytest.raises(UserError, match=r"Connection error.*or the key in OPENAI_API_KEY, which is not set\.$"):
+    with pytest.raises(UserError, match=r"Connection error.*Correct url .*model, or the key\.$"):
         await Judge(url=url, model="j").check()
     with judge_server(lambda body: grades(body, 0)) as (url, _):
         await Judge(url=url, model="j").check()
