@@ -35,7 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope
-from telescope.cli.main import CommandParser
+from telescope.cli.main import CommandParser, number
 from telescope.config import load_config, machine
 from telescope.config.megatron import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_FIX
 from telescope.config.memory import GIB
@@ -327,8 +327,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--image", help="with --sandbox: the image (default: the provider's usual one)")
     parser.add_argument("--cluster", action="store_true", help="check a Ray cluster between its nodes instead")
     parser.add_argument("--address", help="with --cluster: host:port of Ray's head (default: auto)")
-    parser.add_argument("--nodes", type=int, help="with --cluster: how many nodes to wait for")
-    parser.add_argument("--wait-seconds", type=float, help="with --cluster: how long (default: 600)")
+    parser.add_argument("--nodes", type=number(int, 1), help="with --cluster: how many nodes to wait for")
+    parser.add_argument("--wait-seconds", type=number(float, 0), help="with --cluster: how long (default: 600)")
     parser.add_argument("--run-dir", type=user_path, help="with --cluster: folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import telescope.environments
-from telescope.cli.main import CommandParser
+from telescope.cli.main import CommandParser, number
 from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import known_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
@@ -86,14 +86,20 @@ def build_parser() -> CommandParser:
             "--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)"
         )
         command.add_argument("--url", help="model server, such as http://localhost:8000")
-    trying.add_argument("--item", type=int, help="first item (default: 0; without answers, ten with golds are listed)")
-    trying.add_argument("--items", type=int, default=1, help="number of items (default: 1)")
+    trying.add_argument(
+        "--item", type=number(int, 0), help="first item (default: 0; without answers, ten with golds are listed)"
+    )
+    trying.add_argument("--items", type=number(int, 1), default=1, help="number of items (default: 1)")
     trying.add_argument("--answer", action="append", help="next answer of the model; repeatable")
     trying.add_argument("--model", help="model to serve here, or to ask --url for (default: the first that it lists)")
-    trying.add_argument("--max-tokens", type=int, help="tokens of one answer (default: 1024; with --model, what fits)")
-    trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
+    trying.add_argument(
+        "--max-tokens", type=number(int, 1), help="tokens of one answer (default: 1024; with --model, what fits)"
+    )
+    trying.add_argument("--temperature", type=number(float, 0), default=1.0, help="default: 1.0")
     checking.add_argument("--model", help="folder or hub model with the tokenizer (default: a tokenizer of bytes)")
-    checking.add_argument("--samples", type=int, default=3, help="number of items, across the dataset (default: 3)")
+    checking.add_argument(
+        "--samples", type=number(int, 1), default=3, help="number of items, across the dataset (default: 3)"
+    )
     checking.add_argument(
         "--solution", metavar="TEXT", help="form of a right answer, with {} for the gold, if the environment has none"
     )

@@ -28,8 +28,6 @@ SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
 
 def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     """Runs the trials. Returns the exit status: 1 if the solution fails, or a cheat is rewarded or not checked."""
-    if arguments.samples < 1:
-        raise UserError(f"--samples is {arguments.samples}; use 1 or more.")
     if arguments.url and not arguments.model:
         raise UserError("--url needs the tokenizer of the served model: give its folder with --model.")
     server = ChatServer(arguments.url) if arguments.url else None

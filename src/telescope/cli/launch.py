@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jinja2
 
-from telescope.cli.main import CommandParser
+from telescope.cli.main import CommandParser, number
 from telescope.config import load_config
 from telescope.config.plan import assumed_cluster
 from telescope.errors import ConfigError, UserError
@@ -58,12 +58,12 @@ def build_parser() -> CommandParser:
     parser.add_argument("--config", "-c", type=user_path, required=True, help="configuration of the run")
     parser.add_argument("--run-dir", type=user_path, help="folder of the run, on a file system that all nodes share")
     parser.add_argument("--submit", action="store_true", help="submit the job instead of printing it")
-    parser.add_argument("--nodes", type=int, help="default: as few as fit the run")
-    parser.add_argument("--gpus-per-node", type=int, help="default: what the run needs, at most 8")
-    parser.add_argument("--cpus-per-node", type=int, help="default: what the run needs")
+    parser.add_argument("--nodes", type=number(int, 1), help="default: as few as fit the run")
+    parser.add_argument("--gpus-per-node", type=number(int, 0), help="default: what the run needs, at most 8")
+    parser.add_argument("--cpus-per-node", type=number(int, 1), help="default: what the run needs")
     for name, kinds, description in OPTIONS_OF_KINDS:
-        number = int if name in ("cpu-nodes", "retries") else str
-        parser.add_argument(f"--{name}", type=number, help=f"{', '.join(kinds)}: {description}")
+        form = number(int, 0) if name in ("cpu-nodes", "retries") else str
+        parser.add_argument(f"--{name}", type=form, help=f"{', '.join(kinds)}: {description}")
     return parser
 
 
@@ -90,9 +90,6 @@ def render(arguments: argparse.Namespace) -> str:
     for name, kinds, _ in OPTIONS_OF_KINDS:
         if name.replace("-", "_") in given and kind not in kinds:
             raise ConfigError(f"a job of {kind} has no --{name}, which is for {' and '.join(kinds)}. Leave it out")
-    for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_node", 1), ("cpu_nodes", 0), ("retries", 0)):
-        if given.get(name, least) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {given[name]}; set it to {least} or more")
     if folder is None:
         raise ConfigError("launch needs a new folder that all nodes share. Add --run-dir /shared/NAME")
     if not config.checkpoint_every:

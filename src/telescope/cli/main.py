@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from telescope import __version__
 from telescope.errors import EXIT_INTERRUPTED, ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import FrameType
 
@@ -207,6 +208,20 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}. `{self.prog} --help` explains it")
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Returns the type of a flag that takes a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            most_text = " or more" if most == math.inf else f" to {most:g}"
+            raise argparse.ArgumentTypeError(f"it is {text}; set it to {least:g}{most_text}")
+        return value
+
+    parse.__name__ = kind.__name__  # named in the message for a text that is no number
+    return parse
 
 
 def file_to_write(text: str) -> Path:
