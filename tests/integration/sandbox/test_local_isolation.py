@@ -298,6 +298,7 @@ def test_a_closed_provider_answers_with_an_error():
     ("values", "message"),
     [
         ({"gpu_count": 1}, "no GPU"),
+        ({"memory_mb": 10**9}, r"memory_mb=1000000000 of a local sandbox is above this machine's \d+"),
         ({"extra": {"network": True}}, "no network"),
         ({"extra": {"read_only": "/nowhere/folder"}}, "'/nowhere/folder'"),
         ({"extra": {"read_only": ["src"]}}, "'src'"),
@@ -306,7 +307,7 @@ def test_a_closed_provider_answers_with_an_error():
 )
 def test_what_a_local_sandbox_cannot_have_is_refused(provider, values: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        run_sync(provider.create(SandboxConfig(memory_mb=256, disk_size_gb=0.05, **values)))
+        run_sync(provider.create(SandboxConfig(**{"memory_mb": 256, "disk_size_gb": 0.05, **values})))
 
 
 def test_the_shell_keeps_its_folder_whatever_is_typed(
