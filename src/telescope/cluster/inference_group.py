@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from telescope.cluster.actors import InferenceActor, answer, dump_stacks, make_actor, stop_actors
 from telescope.cluster.placement import Network, Placement
 from telescope.cluster.ray_cluster import Cluster
@@ -26,6 +28,8 @@ class ActorHandle:
 
     actor: Any
     index: int
+    node: str
+    """Ray's id of its node."""
 
     async def status(self) -> Any:
         """Returns the process's `ServerStatus`. Raises InfrastructureError when the actor itself has exited."""
@@ -33,8 +37,10 @@ class ActorHandle:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
                 return await answer(self.actor.status.remote(), f"status of server {self.index}")
         except TimeoutError:
+            gone = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]}
+            why = f": its node {gone[self.node]} is lost" if self.node in gone else ""
             raise DeadlineExceeded(
-                f"the actor of inference server {self.index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s"
+                f"the actor of inference server {self.index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s{why}"
             ) from None
 
 
@@ -67,7 +73,8 @@ class InferenceGroup:
             )
             for index in range(config.num_inference_servers)
         ]
-        self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
+        placed = zip(self._actors, placement.server_nodes, strict=True)
+        self.handles = [ActorHandle(actor, index, node) for index, (actor, node) in enumerate(placed)]
 
     async def start(self, index: int) -> Any:
         """Starts server `index`, waits until it responds, and creates its client. Returns its `ServerInfo`."""

@@ -1,5 +1,6 @@
 """What the actors make of their places before they start their parts: the plain classes, without Ray's processes."""
 
+import asyncio
 import os
 import pickle
 import signal
@@ -7,16 +8,17 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from telescope.cluster import actors, placement
+from telescope.cluster import actors, inference_group, placement
 from telescope.cluster.actors import ActorExited, InferenceActor, TrainerActor, answer
 from telescope.cluster.ray_cluster import runtime_environment
 from telescope.cluster.reaper import MARK_VARIABLE, Reaper
 from telescope.config import TelescopeConfig
-from telescope.errors import ConfigError, InfrastructureError, RunError
+from telescope.errors import ConfigError, DeadlineExceeded, InfrastructureError, RunError
 from telescope.inference.base import Address
 from telescope.inference.server import EngineStartError
 from telescope.trainer import worker
@@ -102,6 +104,16 @@ async def test_an_answer_that_is_lost_with_its_node_counts_as_the_exit_of_its_ac
 
     with pytest.raises(ActorExited, match="rollout worker 1"):
         await answer(lost(), "rollout worker 1")
+
+
+@pytest.mark.parametrize(("is_alive", "why"), [(True, ""), (False, ": its node gpu-2 is lost")])
+async def test_a_server_that_does_not_answer_is_reported_with_its_lost_node(monkeypatch, is_alive, why):
+    monkeypatch.setattr(inference_group, "ANSWER_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "ab", "Alive": is_alive, "NodeManagerHostname": "gpu-2"}])
+    actor = Mock()
+    actor.status.remote = asyncio.Event().wait
+    with pytest.raises(DeadlineExceeded, match=rf"inference server 1 did not answer within 0\.01 s{why}$"):
+        await inference_group.ActorHandle(actor, 1, "ab").status()
 
 
 def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(monkeypatch, tmp_path):
