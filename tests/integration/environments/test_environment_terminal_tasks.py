@@ -207,7 +207,7 @@ def test_a_task_in_the_cache_of_the_hub_may_link_to_its_repository_alone(tmp_pat
     (tmp_path / "datasets--someone--other").write_text("not theirs")
     (task / "environment" / "a").unlink()
     (task / "environment" / "a").symlink_to(tmp_path / "datasets--someone--other")
-    with pytest.raises(UserError, match="environment/a of the task 'first' is a link to .*other, outside the folder"):
+    with pytest.raises(UserError, match=r"environment/a of the task 'first' is a link to .*other, outside the folder"):
         read_tasks(str(task.parent))
 
 

@@ -218,7 +218,7 @@ async def test_container_is_locked_down(trial, docker, name):
 @pytest.mark.parametrize("name", ["docker"])
 @pytest.mark.parametrize(("message", "expected"), [
     ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", SandboxSetupError),
-    ("Cannot connect. Is the docker daemon running?\n\nRun 'docker run --help' for more information", SandboxSetupError),
+    ("Cannot connect. Is the docker daemon running?\n\nRun 'docker run --help' for more", SandboxSetupError),
     ("permission denied while trying to connect to the docker API", SandboxSetupError),
     ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
     ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
