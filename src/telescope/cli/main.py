@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 # Imports nothing slow, because Ctrl-C ends the command quietly only after these imports.
@@ -82,8 +83,13 @@ def _run(arguments: list[str]) -> int:
 
         if error.name is None or is_installed(error.name.partition(".")[0]):
             raise
-        install = "Install all packages with `make setup` in a checkout; `telescope doctor` lists what is missing"
-        print(f"telescope: This needs the package {error.name}, which is not installed. {install}", file=sys.stderr)
+        files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+        print(
+            f"telescope: {files[-1].filename}:{files[-1].lineno} needs the package {error.name}, which is not "
+            f"installed. Install it in this environment: pip install {error.name.partition('.')[0]}. `make setup` in "
+            "a checkout installs all that Telescope needs; `telescope doctor` lists what is missing",
+            file=sys.stderr,
+        )
         return EXIT_BAD_INPUT
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # for an argument that may be the path or name of a run

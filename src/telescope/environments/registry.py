@@ -165,14 +165,8 @@ class Discovery:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            fix = (
-                f" Install the missing package (perhaps with: pip install {missing.split('.')[0]})." if missing else ""
-            )
-            raise UserError(
-                f"The {self.kind} {source.name!r} cannot be imported: "
-                f"{describe_error(error, source.file.parent if source.file else None)}.{fix}"
-            ) from error
+            why = describe_error(error, source.file.parent if source.file else None)
+            raise UserError(f"The {self.kind} {source.name!r} cannot be imported: {why}.") from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:
         """Returns the module's concrete subclass, or the most derived one if subclasses inherit from each other."""

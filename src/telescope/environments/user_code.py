@@ -18,6 +18,7 @@ import asyncio
 import ctypes
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import threading
@@ -29,7 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from telescope.errors import UserError
+from telescope.errors import InfrastructureError, UserError
+from telescope.utils.packages import is_installed
 
 R = TypeVar("R")
 
@@ -228,9 +230,20 @@ def error_text(error: BaseException) -> str:
     except Exception as worse:
         message = f"(its __str__ raises {type(worse).__name__})"
     text = f"{name}: {message}" if message else name
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package and sys.modules.get(package) is None and not is_installed(package):
+        text += f" (this code needs it: pip install {package})"
+    elif isinstance(error, LookupError) and (data := re.search(r"nltk\.download\('(.+)'\)", message)):
+        text = f"{name}: nltk has no data {data[1]!r} (this code needs it: python -m nltk.downloader {data[1]})"
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters in all)"
     return text.encode("utf-8", "replace").decode()
+
+
+def needs_stack(error: BaseException) -> bool:
+    """Returns whether an error may be a bug of user code. Others are explained by their message."""
+    explained = UserError | InfrastructureError | ConnectionError | ModuleNotFoundError
+    return not isinstance(error, explained) and "(this code needs it: " not in error_text(error)
 
 
 def original_error(error: BaseException) -> BaseException:

@@ -19,4 +19,6 @@ def test_a_command_whose_package_is_missing_says_how_to_install_it(monkeypatch, 
 
     monkeypatch.setattr(main, "_dispatch", lack)
     assert main.main(["chat"]) == main.EXIT_BAD_INPUT
-    assert "telescope: This needs the package absent.part, which is not installed. Install" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"telescope: {__file__}:") and "needs the package absent.part, which is not" in error
+    assert "Install it in this environment: pip install absent. `make setup`" in error

@@ -3,6 +3,7 @@
 import importlib.machinery
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 from tests.unit.environments.turns import play as play_turns
@@ -91,6 +92,7 @@ def test_secrets_are_words_of_five_letters_in_a_seeded_order():
 
 def test_textarenas_words_need_its_package(monkeypatch):
     secret_words.cache_clear()
+    monkeypatch.setitem(sys.modules, "textarena", None)
     with pytest.raises(UserError, match="pip install textarena"):
         get_environment("wordle", word_source="textarena").get_sample(0)
     module = types.ModuleType("textarena.envs.Wordle.env")
@@ -101,4 +103,8 @@ def test_textarenas_words_need_its_package(monkeypatch):
         monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert {s.answer for s in get_environment("wordle", word_source="textarena")._loaded()} == {"house", "crane"}
+    secret_words.cache_clear()
+    module.WordleEnv = Mock(side_effect=LookupError("Resource 'words' not found.\n>>> nltk.download('words')"))
+    with pytest.raises(UserError, match=r"python -m nltk.downloader words\)\. Or use word_source: own\.$"):
+        get_environment("wordle", word_source="textarena").get_sample(0)
     secret_words.cache_clear()

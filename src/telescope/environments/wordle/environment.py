@@ -17,6 +17,7 @@ from typing import Any
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample, shares
 from telescope.environments.parsers import strip_think_tags
+from telescope.environments.user_code import error_text
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []
@@ -173,7 +174,6 @@ def secret_words(source: str) -> tuple[str, ...]:
         words = WordleEnv(word_length=5).word_list
     except Exception as error:
         raise UserError(
-            f"wordle: the words of textarena are not available ({type(error).__name__}: {error}). Install it with: "
-            "pip install textarena, and let it download its lists once; or use word_source: own."
+            f"wordle: the words of textarena are not available: {error_text(error)}. Or use word_source: own."
         ) from error
     return tuple(sorted({word.lower() for word in words if len(word) == 5 and word.isascii() and word.isalpha()}))
