@@ -45,13 +45,17 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     if any(trial.name == CANNED for trial in trials):
         print("No solution is known. Return one from `solution(self, sample)`, or give one (--solution), to check it.")
     failed: dict[str, list[str]] = {}  # names of trials by their problem, since a bug fails all of them
+
+    def own(problem: str | None, trial: Trial) -> str:
+        return (problem or "").removeprefix(f"environment {spec.identity!r}, item {trial.item}: ")
+
     for trial in trials:
-        if problem := trial.problem:
-            label = f"environment {spec.identity!r}, item {trial.item}: "
-            failed.setdefault(problem.removeprefix(label), []).append(f"{trial.name}, item {trial.item}")
+        if problem := own(trial.problem, trial):
+            failed.setdefault(problem, []).append(f"{trial.name}, item {trial.item}")
     for name in sorted(_unchecked(trials)):
-        why = next(trial.trajectory.failure_message for trial in trials if trial.name == name)
-        failed.setdefault(f"not checked, because each of its samples was masked: {why}", []).append(name)
+        why = next(own(trial.trajectory.failure_message, trial) for trial in trials if trial.name == name)
+        masked = f"not checked, because each of its samples was masked: {why}"
+        failed.setdefault(why if why in failed else masked, []).append(name)
     problems = []
     for problem, (first, *others) in failed.items():
         more = f" and {pluralize(len(others), 'other trial')}" if others else ""

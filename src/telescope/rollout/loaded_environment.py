@@ -37,7 +37,7 @@ from telescope.environments.types import (
     PreparedPrompt,
     digest_positions,
 )
-from telescope.environments.user_code import describe_error, without_exit
+from telescope.environments.user_code import describe_error, needs_stack, without_exit
 from telescope.errors import UnreachableError, UserError
 from telescope.rollout.rendering import Renderer, lost_message, without_breaks
 
@@ -94,7 +94,8 @@ class LoadedEnvironment:
         except UserError:
             raise
         except BaseException as error:
-            traceback.print_exc()
+            if needs_stack(error):
+                traceback.print_exc()
             what = f"{doing.capitalize()} the {kind} {self.spec.name!r} failed: {describe_error(error)}"
             if isinstance(error, ConnectionError):  # the package datasets raises it without the hub
                 what += ". Connect this machine, or download the dataset beforehand (`hf download --repo-type dataset`)"

@@ -26,6 +26,7 @@ from telescope.environments.user_code import (
     DeadlinePassed,
     Steps,
     error_text,
+    needs_stack,
     original_error,
     take_step,
     user_code_line,
@@ -131,7 +132,8 @@ def _print_once(text: str) -> None:
 
 def user_failure(error: BaseException, label: str) -> Exception:
     """Returns the error to raise for an error of user code, with the file and line where it was raised."""
-    _print_once("".join(traceback.format_exception(error)))
+    if needs_stack(error):
+        _print_once("".join(traceback.format_exception(error)))
     kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
     error = original_error(error)
     # A malformed result has no line in user code, and our own line that rejects it does not help.

@@ -158,6 +158,17 @@ def test_a_cheat_whose_samples_are_all_masked_is_not_checked(capsys, tmp_path):
     assert "the judge is away" in err and "FAILED" not in out
 
 
+def test_a_judge_that_fails_every_trial_is_one_line_without_a_stack(capsys, tmp_path):
+    failing = f"""{BODY}
+    def compute_reward(self, completion, sample, eos_token=""):
+        from telescope.errors import InfrastructureError
+        raise InfrastructureError("the judge is away")
+"""
+    code, _, err = check(capsys, "own", *write(tmp_path, failing))
+    assert code == 1 and err.splitlines()[-1].startswith("own: reference solution, item 0 and 3 other trials: "), err
+    assert err.count("the judge is away") == 1 and "Traceback" not in err
+
+
 def test_a_program_that_fails_without_a_call_is_named_with_its_output(capsys, tmp_path):
     failing = f"""{BODY}
     async def rollout(self, sample, context):
