@@ -1,6 +1,6 @@
 """Base classes of environments. An environment is a dataset of prompts and a way to score the answers.
 
-This module has the classes that users subclass and the records that they exchange with Telescope. It imports nothing
+This module has the classes that users subclass; `records` has what they exchange with Telescope. It imports nothing
 heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. `registry` finds environments,
 `rollout.environments` runs them.
 
@@ -12,26 +12,32 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from telescope.environments.arguments import load_arguments, refuse_misspelled, set_attributes
+from telescope.environments.records import (
+    ENV_NAME_KEY,
+    ChatMessage,
+    EvalMetricsResult,
+    GoldCheck,
+    RewardResult,
+    RolloutState,
+    Sample,
+    conversation,
+    eval_metrics_of,
+)
+from telescope.environments.records import Messages as Messages  # users find them all in this module
+from telescope.environments.records import TrajectoryStep as TrajectoryStep
+from telescope.environments.records import shares as shares
 from telescope.errors import UserError
 
 if TYPE_CHECKING:
     from telescope.environments.context import RolloutContext
     from telescope.environments.judge import Judge
-
-ChatMessage = dict[str, Any]
-"""A message for a chat template: `{"role": "user", "content": "..."}`. It may have a `turn_type`."""
-
-Messages = list[ChatMessage]
 
 THINKING_PREFIX = "<think>"
 """Text that `add_thinking_prefix` puts at the start of an answer."""
@@ -39,122 +45,10 @@ THINKING_PREFIX = "<think>"
 MAX_TURNS_REACHED = "max_turns_reached"
 """Reason of `MultiTurnEnvironment.is_done`."""
 
-ENV_NAME_KEY = "_env_name"
-"""Key of a sample's metadata with the name of its environment."""
-
 GOLD = "gold pasted"
 """The cheat that gives only the sample's answer. It is no cheat if answers have that form."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Sample:
-    """One item of a dataset. A `str` prompt becomes the user's message."""
-
-    prompt: str | list[ChatMessage]
-    answer: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class RewardResult:
-    """The score of one rollout. `sample_metrics` are numbers to plot, `sample_tags` are strings to filter by."""
-
-    total_reward: float
-    sample_metrics: dict[str, float] = field(default_factory=dict)
-    golden_answers: dict[str, str | None] = field(default_factory=dict)
-    info_turns: list[dict[str, Any]] = field(default_factory=list)
-    sample_tags: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True, frozen=True)
-class GoldCheck:
-    """How a reward reads a sample's reference answer. `problem` says why no completion can equal it."""
-
-    parsed: str
-    problem: str | None = None
-
-
-def shares(*metrics: str) -> dict[str, dict[str, float]]:
-    """Returns the `metrics_ranges` of metrics between 0 and 1."""
-    return {name: {"min": 0.0, "max": 1.0} for name in metrics}
-
-
-@dataclass(slots=True)
-class EvalMetricsResult:
-    """The metrics of one evaluation rollout. The reward is optional."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    golden_answers: dict[str, str | None] = field(default_factory=dict)
-    info_turns: list[dict[str, Any]] = field(default_factory=list)
-    sample_tags: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class TrajectoryStep:
-    """One turn: the conversation that the model saw, and its completion.
-
-    `completion` is a list with one assistant message, whose content is the decoded text without its end token.
-    `completion_logprobs` is as long as `completion_token_ids`, or empty if logprobs were not requested. `is_truncated`:
-    the completion was cut off before the model ended it.
-    """
-
-    prompt: list[ChatMessage]
-    completion: list[ChatMessage]
-    prompt_token_ids: list[int] = field(default_factory=list)
-    completion_token_ids: list[int] = field(default_factory=list)
-    completion_logprobs: list[float] = field(default_factory=list)
-    is_truncated: bool = False
-
-    @property
-    def text(self) -> str:
-        """Returns the completion as text."""
-        texts = [str(message["content"]) for message in self.completion]
-        return texts[0] if len(texts) == 1 else "".join(texts)
-
-
-@dataclass
-class RolloutState:
-    """State of one multi-turn rollout. `custom` belongs to the environment.
-
-    A state is created, changed and scored in one process and never leaves it, so `custom` may hold any object.
-    """
-
-    sample: Sample
-    env_name: str
-    trajectory: list[TrajectoryStep] = field(default_factory=list)
-    is_completed: bool = False
-    stop_reason: str | None = None
-    error: str | None = None
-    custom: dict[str, Any] = field(default_factory=dict)
-    tool_records: list[dict[str, Any]] = field(default_factory=list)
-    """Tool calls since the last answer, for the record of the run (`ToolCall.record`)."""
-
-    @property
-    def num_turns(self) -> int:
-        """Returns the number of completions so far."""
-        return len(self.trajectory)
-
-    def get_full_completion_ids(self) -> list[int]:
-        """Returns the token ids of all completions in order."""
-        return [token_id for step in self.trajectory for token_id in step.completion_token_ids]
-
-    def get_full_logprobs(self) -> list[float]:
-        """Returns the logprobs of all completions in order, one per completion id if they were requested."""
-        return [logprob for step in self.trajectory for logprob in step.completion_logprobs]
-
-
-def sample_uid(sample: Sample) -> str:
-    """Returns the identity of a dataset item.
-
-    It is 16 hex digits over prompt, answer and metadata. It does not depend on the environment's name or the position
-    in the dataset, so an evaluation item is recognized in a training set of another name.
-    """
-    metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
-    content = [sample.prompt, sample.answer, metadata]
-    text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Dataset(ABC):
@@ -487,18 +381,6 @@ def multi_turn_environment(owner: Any) -> MultiTurnEnvironment:
     return found
 
 
-def conversation(state: RolloutState) -> list[ChatMessage]:
-    """Returns the last turn's prompt and answer as messages. Empty before the first answer."""
-    if not state.trajectory:
-        return []
-    last = state.trajectory[-1]
-    return [*last.prompt, *last.completion]
-
-
-def assistant_message(text: str) -> ChatMessage:
-    return {"role": "assistant", "content": text}
-
-
 def with_thinking_prefix(text: str) -> str:
     """Appends `<think>` to the prompt unless the template has written it."""
     return text if text.rstrip().endswith(THINKING_PREFIX) else text + THINKING_PREFIX
@@ -506,7 +388,7 @@ def with_thinking_prefix(text: str) -> str:
 
 def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
     """Returns the prompt as messages, with the system prompt first if missing. Raises `MalformedResultError`."""
-    from telescope.environments.serialization import serialize_messages  # it needs the classes above
+    from telescope.environments.serialization import serialize_messages  # it imports numpy
 
     messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, str):
@@ -514,16 +396,6 @@ def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str 
     if system_prompt and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
-
-
-def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:
-    """Converts a reward to eval metrics: its sample metrics, and `reward`."""
-    return EvalMetricsResult(
-        metrics={"reward": result.total_reward, **result.sample_metrics},
-        golden_answers=result.golden_answers,
-        info_turns=result.info_turns,
-        sample_tags=result.sample_tags,
-    )
 
 
 def _as_eval_metrics(

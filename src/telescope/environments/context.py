@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from telescope.environments.base import ChatMessage, RewardResult
+from telescope.environments.records import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
 from telescope.sandbox.base import ExecResult

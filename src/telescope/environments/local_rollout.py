@@ -27,13 +27,12 @@ from telescope.environments.base import (
     RolloutState,
     Sample,
     TrajectoryStep,
-    assistant_message,
-    conversation,
     is_agent,
 )
 from telescope.environments.context import Answer as AgentAnswer
 from telescope.environments.context import Call, RolloutContext
 from telescope.environments.parsers import answer_text, strip_think_tags
+from telescope.environments.records import assistant_message, conversation
 from telescope.environments.serialization import (
     MalformedResultError,
     check_verdict,

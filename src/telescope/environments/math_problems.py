@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from telescope.environments.base import ChatMessage, GoldCheck, RewardResult, Sample, SingleTurnEnvironment, shares
+from telescope.environments.base import ChatMessage, RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.math_notation import normalize_answer
@@ -24,6 +24,7 @@ from telescope.environments.parsers import (
     strip_think_tags,
     verify_math_answer,
 )
+from telescope.environments.records import GoldCheck
 from telescope.errors import UserError
 
 COLUMNS = (("problem", "question"), ("answer", "solution"))

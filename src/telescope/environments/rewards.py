@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from telescope.environments.base import RewardResult, RolloutState, Sample
+from telescope.environments.records import RewardResult, RolloutState, Sample
 from telescope.environments.user_code import call_with_declared, maybe_await
 from telescope.errors import UserError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.base import ChatMessage, EvalMetricsResult, RewardResult
 from telescope.environments.judge import USAGE
+from telescope.environments.records import ChatMessage, EvalMetricsResult, RewardResult
 
 LARGEST_NUMBER = 1e30
 """Largest reward or metric. Its square is finite in float64; advantages and their sum over a batch are finite in

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from typing_extensions import TypedDict
 
-from telescope.environments.base import RolloutState
+from telescope.environments.records import RolloutState
 from telescope.errors import UserError
 
 MAX_ERRORS_SHOWN = 5

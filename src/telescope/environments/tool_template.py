@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from telescope.environments.base import ChatMessage, assistant_message
+from telescope.environments.records import ChatMessage, assistant_message
 from telescope.environments.tool_calls import parse_calls
 
 _SENTINEL = "0telescope0"

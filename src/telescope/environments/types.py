@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.records import ChatMessage
 
 CONTEXT_EXHAUSTED = "context_exhausted"
 """`Advance.end_reason` of a rollout that was scored because its context had no space for another turn."""

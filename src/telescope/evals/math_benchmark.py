@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from telescope.environments.base import Sample
 from telescope.environments.hub import hub_rows, uses_own_items
 from telescope.environments.math_problems import COLUMNS, INSTRUCTION_PROMPT, samples_of
+from telescope.environments.records import Sample
 from telescope.errors import UserError
 from telescope.evals.base import Eval
 

@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample, eval_metrics_of
+from telescope.environments.base import ChatMessage, Environment, RewardResult, Sample
 from telescope.environments.context import Answer, Call, RefusedCall, RolloutContext
 from telescope.environments.judge import COMPLETE
+from telescope.environments.records import eval_metrics_of
 from telescope.environments.sandbox_tools import pool_of
 from telescope.environments.serialization import finite_number, serialize_score
 from telescope.environments.tool_template import tool_template

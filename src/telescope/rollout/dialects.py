@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from telescope.environments.base import ChatMessage
 from telescope.environments.context import Answer, Call
+from telescope.environments.records import ChatMessage
 from telescope.rollout.messages import message_of, parsed, text_of, tool_call
 
 Body = dict[str, Any]

@@ -22,8 +22,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from telescope.environments.base import ChatMessage, assistant_message
 from telescope.environments.context import Call
+from telescope.environments.records import ChatMessage, assistant_message
 from telescope.errors import UserError
 from telescope.rollout.messages import template_messages
 from telescope.rollout.rendering import Dialogue, Renderer

@@ -21,14 +21,13 @@ from telescope.environments.base import (
     Environment,
     MultiTurnEnvironment,
     Sample,
-    assistant_message,
     multi_turn_environment,
-    sample_uid,
     with_thinking_prefix,
     wrapped_environment,
 )
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import opening_tag
+from telescope.environments.records import assistant_message, sample_uid
 from telescope.environments.serialization import as_json, serialize_messages
 from telescope.environments.types import (
     FINGERPRINT_DIGITS,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.records import ChatMessage
 from telescope.errors import UserError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.chat_template import NO_TEMPLATE
-from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
+from telescope.environments.base import ChatMessage, with_thinking_prefix
 from telescope.environments.parsers import closing_tag, opening_tag, strip_think_tags
+from telescope.environments.records import assistant_message
 from telescope.environments.serialization import serialize_messages
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared

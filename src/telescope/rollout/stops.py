@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.records import ChatMessage
 from telescope.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.records import ChatMessage
 from telescope.rollout.stops import ANSWER, QUESTION, REPLY, RESULT, SAID, call_with
 
 if TYPE_CHECKING:

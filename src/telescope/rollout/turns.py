@@ -14,15 +14,10 @@ import traceback
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
-from telescope.environments.base import (
-    ChatMessage,
-    RolloutState,
-    TrajectoryStep,
-    assistant_message,
-    multi_turn_environment,
-)
+from telescope.environments.base import ChatMessage, RolloutState, TrajectoryStep, multi_turn_environment
 from telescope.environments.local_rollout import take_turn
 from telescope.environments.parsers import UnfinishedReasoning, answer_text
+from telescope.environments.records import assistant_message
 from telescope.environments.serialization import MalformedResultError, serialize_score, serialize_tool_records
 from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advance, RewardRecord
 from telescope.environments.user_code import Steps, error_text, settled

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from telescope.environments.base import TrajectoryStep, assistant_message, conversation
+from telescope.environments.base import TrajectoryStep
+from telescope.environments.records import assistant_message, conversation
 from telescope.environments.registry import get_environment
 from telescope.environments.terminal_tasks.tasks import own_tasks, read_tasks
 from telescope.errors import UserError

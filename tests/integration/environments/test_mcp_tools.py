@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep, assistant_message
+from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep
+from telescope.environments.records import assistant_message
 from telescope.environments.registry import make_environment
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import InfrastructureError, UserError

@@ -6,13 +6,13 @@ import pytest
 from tests.unit.environments.turns import play as play_turns
 from tests.unit.environments.turns import step
 
-from telescope.environments.base import conversation
 from telescope.environments.calculator_agent.questions import (
     Question,
     QuestionSettings,
     generate_questions,
     is_held_out,
 )
+from telescope.environments.records import conversation
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 

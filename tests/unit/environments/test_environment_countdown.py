@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.environments.fake_hub import serve_rows
 
-from telescope.environments.base import Sample, sample_uid
+from telescope.environments.base import Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse
+from telescope.environments.records import sample_uid
 from telescope.errors import UnreachableError, UserError
 
 SMALL = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "max_target": 27}

@@ -7,7 +7,8 @@ import pytest
 from tests.unit.environments.turns import play, step
 
 from telescope.environments.arguments import known_arguments
-from telescope.environments.base import Environment, conversation
+from telescope.environments.base import Environment
+from telescope.environments.records import conversation
 from telescope.environments.registry import environment_class, get_environment
 from telescope.evals import get_eval
 

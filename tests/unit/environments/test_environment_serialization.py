@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
+from telescope.environments.base import EvalMetricsResult, RewardResult, Sample
+from telescope.environments.records import sample_uid
 from telescope.environments.serialization import (
     LARGEST_NUMBER,
     MalformedResultError,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.environments.turns import step
 
-from telescope.environments.base import RewardResult, Sample, conversation
+from telescope.environments.base import RewardResult, Sample
+from telescope.environments.records import conversation
 from telescope.environments.tool_calls import parse_calls
 from telescope.environments.tool_env import ToolEnvironment
 

@@ -8,7 +8,8 @@ import time
 import pytest
 from tests.unit.environments.turns import step
 
-from telescope.environments.base import RewardResult, RolloutState, Sample, conversation
+from telescope.environments.base import RewardResult, RolloutState, Sample
+from telescope.environments.records import conversation
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
 from telescope.errors import InfrastructureError, UserError
 

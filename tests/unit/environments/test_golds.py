@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from telescope.environments.base import GoldCheck, RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.golds import MAX_CHECKED, report_golds
 from telescope.environments.hendrycks_math.environment import HendrycksMathEnvironment
+from telescope.environments.records import GoldCheck
 from telescope.errors import UserError
 from telescope.evals.base import Eval
 

@@ -1,7 +1,8 @@
 """Multi-turn rollouts in tests: answers in, responses out, in the engine's order of calls."""
 
-from telescope.environments.base import MultiTurnEnvironment, RolloutState, Sample, TrajectoryStep, assistant_message
+from telescope.environments.base import MultiTurnEnvironment, RolloutState, Sample, TrajectoryStep
 from telescope.environments.local_rollout import take_turn
+from telescope.environments.records import assistant_message
 
 
 def step(text: str, prompt=(), **fields) -> TrajectoryStep:

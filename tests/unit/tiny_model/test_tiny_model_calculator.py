@@ -4,9 +4,10 @@ from dataclasses import asdict
 
 import pytest
 
-from telescope.environments.base import ChatMessage, TrajectoryStep, assistant_message, conversation
+from telescope.environments.base import ChatMessage, TrajectoryStep
 from telescope.environments.calculator_agent.environment import CalculatorAgentEnvironment
 from telescope.environments.calculator_agent.questions import Question, is_held_out
+from telescope.environments.records import assistant_message, conversation
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 from telescope.tiny_model.build import build_tokenizer, encode_examples

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from telescope.environments import math_problems
 from telescope.environments.arguments import known_arguments, refuse_unknown
-from telescope.environments.base import GOLD, ChatMessage, Environment, GoldCheck, RewardResult, Sample, shares
+from telescope.environments.base import GOLD, ChatMessage, Environment, RewardResult, Sample, shares
 from telescope.environments.dataset.functions import call_function, read_reward, refuse_missing_columns
 from telescope.environments.dataset.rows import (
     GSM8K,
@@ -35,6 +35,7 @@ from telescope.environments.parsers import (
     strip_think_tags,
     verify_exact_match,
 )
+from telescope.environments.records import GoldCheck
 from telescope.environments.registry import make_environment
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import load_function, maybe_await

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from telescope.environments.base import ENV_NAME_KEY, Sample, assistant_message
 from telescope.environments.math_problems import ANSWERS_KEY
+from telescope.environments.records import ENV_NAME_KEY, Sample, assistant_message
 from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean

@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.records import ChatMessage
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
