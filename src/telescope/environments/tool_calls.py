@@ -32,6 +32,14 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from telescope.environments.call_values import (
+    MAX_CALL_CHARACTERS,
+    closing_bracket,
+    decode,
+    decode_gemma,
+    text_behind,
+    value_of_element,
+)
 from telescope.environments.parsers import END_OF_MESSAGE, REASONING_TAGS, ContinuedReasoning, UnfinishedReasoning
 
 ToolCallFormat = Literal["xml", "function"]
@@ -40,7 +48,6 @@ Parameters = Mapping[str, Mapping[str, Any]]
 
 MAX_CALLS = 64
 """Most calls that are read in one completion. A model in a loop writes thousands."""
-MAX_CALL_CHARACTERS = 100_000
 MAX_UNCLOSED = 4
 """Calls without a closing parenthesis for which the rest of a completion is searched."""
 
@@ -76,13 +83,6 @@ _TOKEN = re.compile(
 _KINDS = ("opens", "closes", "tagged", "named", "marker", "json", "python")
 _KEYS_OF_A_CALL = frozenset(
     {"name", "arguments", "parameters", "id", "type", "index", "function", "tool_name", "tool_call_id"}
-)
-_STRING_OR_BRACKET = re.compile(
-    r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
-)
-_GEMMA_STRING_OR_BRACKET = re.compile(r'<\|"\|>.*?<\|"\|>|[()\[\]{}]', re.DOTALL)
-_GEMMA_TEXT_OR_KEY = re.compile(
-    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?<=[{,\s])(?P<key>[^\s<>{}\[\],:"]++)(?=\s*:)', re.DOTALL
 )
 # If another closing tag follows before any element begins, the first one is part of a value.
 _PARAMETER = re.compile(
@@ -287,7 +287,7 @@ class _Scan:
                 self.num_left += len(calls[room:])
             return end
         if kind == "json":
-            value, end, problem = _decode(self.text, start)
+            value, end, problem = decode(self.text, start)
             if problem is None and _is_attempt(value, self.tools):
                 self.bare.append((False, _read_object(value, self.text[start:end])))
                 return end
@@ -296,7 +296,7 @@ class _Scan:
         if not known:
             return None
         name = token[0][:-1]
-        end = _closing_bracket(self.text, inside)
+        end = closing_bracket(self.text, inside)
         if end == -1:
             self._num_unclosed += 1
             call = ToolCall(name, None, self.text[start:], f"The call of {name} has no closing parenthesis.")
@@ -317,15 +317,15 @@ class _Scan:
             arguments, end = self._elements(_ARGUMENT, glm[1], glm.end())
             value = {"name": glm[1], "arguments": arguments}
         else:
-            value, end, problem = _decode(self.text, inside)
+            value, end, problem = decode(self.text, inside)
         values = value if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) else [value]
         while isinstance(value, dict) and len(values) < MAX_CALLS and _ANOTHER_OBJECT.match(self.text, end):
-            following, end, problem = _decode(self.text, self.text.index("{", end))
+            following, end, problem = decode(self.text, self.text.index("{", end))
             if problem:
                 break
             values.append(following)
         limit, stop = self._limit(end, _XML_OPEN, _XML_CLOSE)
-        problem = problem or _extra(self.text[end:limit])
+        problem = problem or text_behind(self.text[end:limit])
         raw = self.text[start:stop]
         if problem is None:
             return [_read_object(value, raw) for value in values], stop
@@ -348,14 +348,14 @@ class _Scan:
             if end == body:
                 problem = f"A parameter of {name} must be written <parameter=NAME>value</parameter>"
         elif not (tag and (body == len(text) or text.startswith((closing, _XML_CLOSE), body))):
-            value, end, problem = _decode_gemma(text, body) if opening.startswith(_GEMMA_OPEN) else _decode(text, body)
+            value, end, problem = decode_gemma(text, body) if opening.startswith(_GEMMA_OPEN) else decode(text, body)
             problem = problem and f"The arguments of {name} are not valid JSON: {problem}"
         if tag or text.startswith(closing, end):
             limit, stop = self._limit(end, tag[0] if tag else _GEMMA_OPEN, closing)
         else:
             limit = stop = end
-        if problem is None and (extra := _extra(text[end:limit].replace(_XML_CLOSE, "").replace(_XML_OPEN, ""))):
-            problem = f"The arguments of {name} cannot be read: {extra}"
+        if problem is None and (behind := text_behind(text[end:limit].replace(_XML_CLOSE, "").replace(_XML_OPEN, ""))):
+            problem = f"The arguments of {name} cannot be read: {behind}"
         raw = text[start:stop]
         if problem is None:
             return ToolCall(name, value, raw, _arguments_problem(value)), stop
@@ -370,7 +370,7 @@ class _Scan:
             written = found.groupdict()
             argument = written["name"] or written["named"]
             schema = {"type": "string"} if written.get("is_text") == "true" else schemas.get(argument, {})
-            arguments[argument] = _value_of_element(written["value"], schema)
+            arguments[argument] = value_of_element(written["value"], schema)
             position = found.end()
         return arguments, position
 
@@ -418,72 +418,10 @@ def _arguments_problem(arguments: Any) -> str | None:
     return f'"arguments" must be a JSON object, not {_KIND[type(arguments)]}.'
 
 
-def _value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
-    """Returns an argument written as an element: text where the schema allows text, else its JSON value."""
-    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
-    if text.strip().lower() in ("null", "none") and "null" in kinds:
-        return None
-    if "string" in kinds:
-        return text
-    value, end, problem = _decode(text, 0)
-    if not problem and not _extra(text[end:]):
-        return value
-    if kinds & {"array", "object"}:  # a model may write ['a'] as in Python
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            value = ast.literal_eval(text.strip())
-            return value if isinstance(value, list | dict) else text
-    return text
-
-
 _KIND = {
     bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
     type(None): "null",
 }  # fmt: skip
-_DECODER = json.JSONDecoder(strict=False)
-"""Not strict, because models write line breaks inside strings."""
-
-
-def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """Returns the JSON value at a position, its end, and what is wrong with it."""
-    position = len(text) - len(text[position:].lstrip())
-    piece = text[position : position + MAX_CALL_CHARACTERS]
-    try:
-        value, end = _DECODER.raw_decode(piece)
-        return value, position + end, None
-    except RecursionError:
-        problem = "it is nested too deeply"
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        problem = str(error)
-    too_long = position + MAX_CALL_CHARACTERS < len(text)
-    return None, position, f"it is longer than {MAX_CALL_CHARACTERS} characters" if too_long else problem
-
-
-def _decode_gemma(text: str, position: int) -> tuple[Any, int, str | None]:
-    """Returns what `_decode` does, for an object with bare keys and `<|"|>` around texts."""
-    end = _closing_bracket(text, position + 1, _GEMMA_STRING_OR_BRACKET)
-    if end == -1 or not text.startswith("{", position):
-        return None, position, "it is not inside of braces"
-    as_json = _GEMMA_TEXT_OR_KEY.sub(lambda found: json.dumps(found[found.lastindex or 0]), text[position:end])
-    value, _, problem = _decode(as_json, 0)
-    return value, end, problem
-
-
-def _extra(text: str) -> str | None:
-    """Returns what is wrong with the text after a value."""
-    return f"there is text behind it: {text.strip()[:40]!r}" if text.strip() else None
-
-
-def _closing_bracket(text: str, position: int, strings_or_brackets: re.Pattern[str] = _STRING_OR_BRACKET) -> int:
-    """Returns the end of the call whose arguments start at `position`, or -1 if it does not end."""
-    depth = 1
-    for token in strings_or_brackets.finditer(text, position, position + MAX_CALL_CHARACTERS):
-        if token[0] in "([{":
-            depth += 1
-        elif token[0] in ")]}":
-            depth -= 1
-            if depth == 0:
-                return token.end()
-    return -1
 
 
 def _read_syntax(name: str, raw: str) -> ToolCall:
