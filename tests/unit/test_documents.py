@@ -12,7 +12,7 @@ from tests.repository_modules import load_script
 
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
 from telescope.config.loader import parse_overrides
-from telescope.config.other_names import FIELD_OF
+from telescope.config.other_names import FIELD_OF, SENTENCE_OF
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -79,9 +79,10 @@ def test_the_names_of_other_frameworks_are_translated_as_by_the_error_message():
     for theirs, ours in rows:
         fields = [span.partition(":")[0] for span in re.findall(r"`([^`]+)`", ours)]
         assert not set(fields) - FIELDS
-        for name in re.findall(r"`([^`=]+)", theirs):
+        for name in re.findall(r"`([^`=]+)(?:=[^`]*)?`", theirs):
             meant = next((FIELD_OF[end] for end in _ends(name) if end in FIELD_OF), None)
             assert meant is None or meant in fields, f"{name}: {meant} in an error, {ours} in the table"
+            assert meant or any(end in FIELDS or end in SENTENCE_OF for end in _ends(name)), f"{name}: no error says it"
 
 
 def _ends(name: str) -> list[str]:

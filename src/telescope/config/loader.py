@@ -104,7 +104,11 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = 
     """Builds a `TelescopeConfig` from plain values. Raises `ConfigError` with readable messages."""
     sources = sources or {}
     known = TelescopeConfig.model_fields
-    unknown = [unknown_field(str(name), known, sources.get(name), values[name]) for name in values if name not in known]
+    unknown = [
+        unknown_field(str(name), known, sources.get(name), value)
+        for name, value in values.items()
+        if name not in known or (name == "algorithm" and isinstance(value, Mapping))  # a section of verl's files
+    ]
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:

@@ -18,7 +18,7 @@ def hint(name: str, known: Iterable[str], value: Any = None) -> str:
     """Returns what an unknown name means here, after a space, or nothing. A section's value is a mapping."""
     known = list(known)
     if isinstance(value, Mapping):
-        meant = {leaf: _meaning(leaf, known) for leaf in _leaves(value)}
+        meant = {leaf: _meaning(f"{name}.{leaf}", known) for leaf in _leaves(value)}
         fields = [f"{leaf} is {field}" if leaf != field else leaf for leaf, (field, _) in meant.items() if field]
         sentences = dict.fromkeys(sentence for _, sentence in meant.values() if sentence)
         flat = f" The file is flat: write {', '.join(fields)} without '{name}'." if fields else ""
@@ -41,6 +41,9 @@ def _leaves(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 def _meaning(name: str, known: Collection[str]) -> tuple[str | None, str | None]:
     """Returns the field that a name means, or a sentence, or neither."""
     parts = name.strip().lower().replace("-", "_").split(".")
+    for section in (f"{part}." for part in parts[:-1]):
+        if section in SENTENCE_OF:  # the learning rate of a critic is none of the policy's
+            return None, SENTENCE_OF[section]
     for end in (".".join(parts[start:]) for start in range(len(parts))):
         field = end if end in known else FIELD_OF.get(end)
         if field in known or end in SENTENCE_OF:

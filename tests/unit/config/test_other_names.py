@@ -37,6 +37,11 @@ def test_the_tables_name_fields_that_exist_once():
         ("data.train_files", "environments: [{name"),
         ("data.train_batch_size", "'prompts_batch_size_for_trainer'"),
         ("algorithm.adv_estimator", "'algorithm'"), ("trainer.total_epochs", "number_of_steps"),
+        ("importance_sampling_level", "gspo"), ("reward_weights", "reward: {file.py:one: 1.0"),
+        ("generation_batch_size", "prompts_batch_size_for_trainer"), ("peft_config", "lora_rank (r)"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "Each entry of evals"),
+        ("critic.optim.lr", "There is no critic"), ("actor_rollout_ref.rollout.multi_turn.enable", "docs/tools.md"),
+        ("algorithm.rollout_correction.rollout_is", "'use_tis'"), ("deepspeed", "train_backend"),
         ("optimizer", "AdamW"), ("trainer.logger", "'trackers'"), ("max-steps", "'number_of_steps'"),
         ("grad_clp", "'grad_clip'"),
     ],
@@ -61,14 +66,18 @@ def test_a_file_of_another_framework_is_translated(tmp_path):
         "data: {train_files: a.parquet, max_response_length: 512}\n"
         "actor_rollout_ref: {rollout: {n: 8, temperature: 0.7}, actor: {optim: {lr: 1e-6}, use_kl_loss: true}}\n"
         "odd: {thing: 1}\n"
+        "critic: {optim: {lr: 1e-5}}\n"
+        "algorithm: {adv_estimator: rloo}\n"
     )
     with pytest.raises(ConfigError) as raised:
         load_config(file, [], {})
-    data, actor, odd = raised.value.problems
+    data, actor, odd, critic, algorithm = raised.value.problems
     assert "max_response_length is max_tokens without 'data'. Data belongs to an environment" in data
     assert "rollout.n is group_size, rollout.temperature is temperature, actor.optim.lr is learning_rate" in actor
     assert "There is no reference model" in actor
     assert "Unknown configuration field 'odd' " in odd
+    assert "There is no critic" in critic and "learning_rate" not in critic
+    assert "The file is flat: write adv_estimator is algorithm without 'algorithm'" in algorithm
 
 
 def test_only_fields_of_the_command_are_suggested():
