@@ -266,6 +266,17 @@ def absent(completions, missing_column):
 def silent(completions):
     return [None]
 
+def nothing(completions):
+    pass
+
+def logs(completions, log_metric, log_extra, hint):
+    log_extra("answer", completions)
+    log_metric("hints", float(hint != [None]))
+    return [0.5]
+
+def tokens(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
 def by_place(completions, hint="", /, *, ground_truth):
     return [float(completions[0] is not None and (hint, ground_truth) == (["none"], ["0"]))]
 
@@ -289,13 +300,31 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     assert reward_of(made(path, reward="my_rewards:length"), "abc") == {"reward": 3.0, "length": 3.0}
     assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
     assert reward_of(made(path, reward="my_rewards:by_place"), "abc") == {"reward": 1.0, "by_place": 1.0}
-    problem = r"the reward wrong at .*my_rewards.py:[0-9]+ returned .*good.* not a list of one number"
-    with pytest.raises(TypeError, match=problem):
-        reward_of(made(path, reward="my_rewards:wrong"), "abc")
+    assert reward_of(made(path, reward="my_rewards:logs"), "abc") == {"reward": 0.5, "logs": 0.5, "hints": 1.0}
+    for name, returned in (("wrong", "good"), ("nothing", "None")):
+        problem = rf"the reward {name} at .*my_rewards.py:[0-9]+ returned .*{returned}.* not a list of one number"
+        with pytest.raises(TypeError, match=problem):
+            reward_of(made(path, reward=f"my_rewards:{name}"), "abc")
+    with pytest.raises(UserError, match="the reward tokens needs 'completion_ids' of TRL, which no reward gets here"):
+        len(made(path, reward=f"{functions}:tokens"))
     with pytest.raises(UserError, match=r"reward absent needs 'missing_column', .* It has: prompt, ground_truth, hint"):
         len(made(path, reward=f"{functions}:absent"))
     with pytest.raises(UserError, match=r"has no function 'lenght'\. It has: length, right"):
         made(path, reward=f"{functions}:lenght")
+
+
+def test_weights_multiply_rewards_and_no_metrics(tmp_path, functions, caplog):
+    path = write(tmp_path / "rows.jsonl", [TRL])
+    weighted = made(path, reward={"math": 2, f"{functions}:length": -0.5, f"{functions}:right": 1})
+    metrics = {"correct": 1.0, "format": 1.0, "length": 9.0, "right": 1.0}
+    assert reward_of(weighted, r"\boxed{0}") == {"reward": 2 - 4.5 + 1} | metrics
+    assert "reward 2 x math + -0.5 x length + right." in caplog.text
+
+
+def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, functions):
+    path = write(tmp_path / "rows.jsonl", [TRL, {key: value for key, value in TRL.items() if key != "hint"}])
+    logs = made(path, reward=f"{functions}:logs")
+    assert [reward_of(logs, "abc", item)["hints"] for item in (0, 1)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +337,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
         ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
         ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
         ({"path": "train.jsonl", "reward": ["math", "exact"]}, "at most one of the first three"),
+        ({"path": "train.jsonl", "reward": {"math": 1, "exact": 1}}, "a list or mapping with at most one of the first"),
         ({"path": "train.jsonl", "reward": "regex"}, "reward: regex needs a pattern"),
         ({"path": "train.jsonl", "reward": "regex", "pattern": "("}, "is not a regular expression: missing"),
         ({"path": "train.jsonl", "reward": "no_such_module:f"}, "'no_such_module:f' cannot be imported: Module"),

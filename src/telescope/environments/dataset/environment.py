@@ -64,9 +64,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     match of `pattern`, or its first group that matched, is the same text; without answers, it matches), `judge` (the
     share of `criteria` that the model of the argument `judge` finds met: a text, weights, or a column of them), `code`
     (the program in the answer passes the row's `tests`; the argument `code` has arguments of `i3_code`), or
-    `package.module:function` or `file.py:function` with TRL's signature; of a list, the sum counts. `rollout` names an
-    async function of a sample and a context that replaces the turn loop. It returns the answer to score, or a
-    `RewardResult`.
+    `package.module:function` or `file.py:function` with TRL's signature; of a list, the sum counts, and a mapping gives
+    each a weight. `rollout` names an async function of a sample and a context that replaces the turn loop. It returns
+    the answer to score, or a `RewardResult`.
     `instruction_prompt` precedes the user's message; by default it asks for the form of the answer unless the first
     prompt does.
     """
@@ -77,7 +77,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
 
     def __init__(
         self,
-        reward: str | list[str] = "math",
+        reward: str | list[str] | dict[str, float] = "math",
         pattern: str | None = None,
         instruction_prompt: str | None = _UNSET,
         criteria: str | dict[str, float] | None = None,
@@ -91,7 +91,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
             raise UserError(
                 f"dataset: reward is {reward!r}; use math, exact or regex, package.module:function, judge, code, or a "
-                "list with at most one of the first three."
+                "list or mapping with at most one of the first three."
             )
         for name, value, use in (("criteria", criteria, "judge"), ("code", code, "code")):
             if value is not None and use not in rewards:
@@ -99,6 +99,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if (pattern is None) == ("regex" in named):
             raise UserError(f"dataset: reward is {reward!r} and pattern is {pattern!r}; reward: regex needs a pattern.")
         self.compares = named[0] if named else None
+        weights = reward if isinstance(reward, dict) else dict.fromkeys(rewards, 1.0)
+        self._weights = {"correct" if n == self.compares else n.rpartition(":")[2]: w for n, w in weights.items()}
         try:
             self.pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
@@ -128,7 +130,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             raise UserError(
                 f"dataset: judge belongs to reward: judge, and reward is {reward!r}. Add it, or leave it out."
             )
-        if self.functions or len(rewards) > 1:
+        if self.functions or len(rewards) > 1 or isinstance(reward, dict):
             self.reward_min = self.reward_max = None
         if rollout is not None:
             self._rollout = load_function(rollout, "dataset: the rollout")
@@ -192,7 +194,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                 if self._judges:
                     self._criteria_of(row)
                 messages, read = self._read_tests(row, tests, number, messages)
-                row = row | read
+                row = dict.fromkeys(columns) | row | read  # a function gets null for a column that the row lacks
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} ({columns_used}): {error}")
                 continue
@@ -205,8 +207,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
-        extra = [name for name, is_used in (("judge", self._judges), ("code", self._code is not None)) if is_used]
-        rewards = " + ".join([*([self.compares] if self.compares else []), *extra, *self.functions])
+        terms = [(weight, str(self.compares) if name == "correct" else name) for name, weight in self._weights.items()]
+        rewards = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
         if self._judges:
             columns_used += f", criteria {'in ' if self._criteria_column else ''}{self.criteria!r}"
         columns_used += f", reward {rewards}."
@@ -312,7 +314,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                 result.total_reward = result.sample_metrics["correct"] = correct
         if isinstance(source := sample.metadata.get("data_source"), str):
             result.sample_tags["data_source"] = source
-        returned = {name: call_function(function, text, sample) for name, function in self.functions.items()}
+        metrics = result.sample_metrics
+        returned = {name: call_function(called, text, sample, metrics) for name, called in self.functions.items()}
         if self.judge is not None and self._judges:
             criteria = self._criteria_of(sample.metadata)
             returned["judge"] = self.judge.score(sample.prompt, text, reference=sample.answer, criteria=criteria)
@@ -329,7 +332,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     def _add(self, result: RewardResult, returned: dict[str, Any]) -> RewardResult:
         values = {name: read_reward(name, self.functions.get(name), value) for name, value in returned.items()}
         result.sample_metrics |= values
-        result.total_reward += sum(values.values())
+        result.total_reward *= self._weights.get("correct", 1.0)
+        result.total_reward += sum(self._weights[name] * value for name, value in values.items())
         return result
 
 

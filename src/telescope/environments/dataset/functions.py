@@ -13,8 +13,8 @@ from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments besides the columns. TRL adds the last four; here they are empty."""
+GIVEN = ("prompts", "completions", "log_extra", "log_metric")
+"""Arguments besides the columns. What TRL's `log_extra` gets is not recorded."""
 HIDDEN = (ENV_NAME_KEY, ANSWERS_KEY, "prompt", "completion")
 """Keys of the metadata that are not passed. TRL passes the last two as prompts and completions."""
 
@@ -26,6 +26,11 @@ def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, c
             parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
         )  # fmt: skip
         if needed and parameter.name not in (*GIVEN, *columns):
+            if parameter.name in ("completion_ids", "trainer_state"):
+                raise UserError(
+                    f"dataset: the reward {name} needs {parameter.name!r} of TRL, which no reward gets here. Use the "
+                    "text of completions; overlong_penalty_factor subtracts from long ones by their tokens."
+                )
             raise UserError(
                 f"dataset: the reward {name} needs {parameter.name!r}, which is no column of {path}."
                 f"{did_you_mean(parameter.name, (*GIVEN, *columns))} It has: {', '.join(columns)}. Write it as "
@@ -33,23 +38,23 @@ def refuse_missing_columns(name: str, function: Callable[..., Any], path: str, c
             )
 
 
-def call_function(function: Callable[..., Any], text: str, sample: Sample) -> Any:
+def call_function(function: Callable[..., Any], text: str, sample: Sample, metrics: dict[str, float]) -> Any:
     """Returns a function's result for one completion, or an awaitable of it, for `read_reward`.
 
-    The completion is a list of messages if the prompt is, as in TRL.
+    The completion is a list of messages if the prompt is, as in TRL. `log_metric` adds to `metrics`.
     """
     completion = text if isinstance(sample.prompt, str) else [assistant_message(text)]
     arguments: dict[str, Any] = {key: [value] for key, value in sample.metadata.items() if key not in HIDDEN}
-    arguments |= {"completion_ids": [[]], "trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    arguments |= {"log_extra": _ignore, "log_metric": metrics.__setitem__}
     arguments |= {"prompts": [sample.prompt], "completions": [completion]}
     return call_with_declared(function, **arguments)
 
 
 def read_reward(name: str, function: Callable[..., Any] | None, returned: Any) -> float:
-    """Returns the reward in a function's result for one completion. None (not applicable) becomes 0."""
+    """Returns the reward in a function's result for one completion. None in a list (not applicable) becomes 0."""
     value = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     try:
-        number = 0.0 if value is None else float(value)
+        number = 0.0 if value is None and returned is not None else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
@@ -62,4 +67,4 @@ def read_reward(name: str, function: Callable[..., Any] | None, returned: Any) -
 
 
 def _ignore(*_: Any) -> None:
-    """Replaces the functions that TRL's rewards use for logging."""
+    """Replaces the function with which TRL's rewards add columns to a table of completions."""
