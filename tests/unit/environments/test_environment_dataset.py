@@ -280,6 +280,9 @@ def tokens(completion_ids):
 def by_place(completions, hint="", /, *, ground_truth):
     return [float(completions[0] is not None and (hint, ground_truth) == (["none"], ["0"]))]
 
+def correct(completions):
+    return [2.0]
+
 def wrong(completions):
     return ["good"]
 """
@@ -301,6 +304,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
     assert reward_of(made(path, reward="my_rewards:silent"), "abc") == {"reward": 0.0, "silent": 0.0}
     assert reward_of(made(path, reward="my_rewards:by_place"), "abc") == {"reward": 1.0, "by_place": 1.0}
     assert reward_of(made(path, reward="my_rewards:logs"), "abc") == {"reward": 0.5, "logs": 0.5, "hints": 1.0}
+    assert reward_of(made(path, reward="my_rewards:correct"), "abc") == {"reward": 2.0, "correct": 2.0}
     for name, returned in (("wrong", "good"), ("nothing", "None")):
         problem = rf"the reward {name} at .*my_rewards.py:[0-9]+ returned .*{returned}.* not a list of one number"
         with pytest.raises(TypeError, match=problem):

@@ -107,7 +107,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             raise UserError(f"dataset: pattern {pattern!r} is not a regular expression: {error}.") from error
         places = [name for name in rewards if ":" in name]
         names = [name.rpartition(":")[2] for name in rewards if name not in named]
-        if twice := [name for name in names if names.count(name) > 1 or name in ("correct", "format")]:
+        taken = ("correct", "format") if named else ()
+        if twice := [name for name in names if names.count(name) > 1 or name in taken]:
             raise UserError(f"dataset: reward has two metrics named {twice[0]!r}. Rename a function.")
         self.functions = {place.rpartition(":")[2]: load_function(place, "dataset: the reward") for place in places}
         self.criteria = criteria or "The answer is correct."
@@ -207,7 +208,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
-        terms = [(weight, str(self.compares) if name == "correct" else name) for name, weight in self._weights.items()]
+        terms = [(w, (self.compares or name) if name == "correct" else name) for name, w in self._weights.items()]
         rewards = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
         if self._judges:
             columns_used += f", criteria {'in ' if self._criteria_column else ''}{self.criteria!r}"
