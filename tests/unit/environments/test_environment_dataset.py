@@ -341,6 +341,7 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
         ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
         ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
         ({"path": "train.jsonl", "reward": ["math", "exact"]}, "at most one of the first three"),
+        ({"path": "train.jsonl", "reward": {"math": "high"}}, r"reward\.math is .high., but it must be a number"),
         ({"path": "train.jsonl", "reward": {"math": 1, "exact": 1}}, "a list or mapping with at most one of the first"),
         ({"path": "train.jsonl", "reward": "regex"}, "reward: regex needs a pattern"),
         ({"path": "train.jsonl", "reward": "regex", "pattern": "("}, "is not a regular expression: missing"),
