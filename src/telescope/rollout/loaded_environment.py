@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import jinja2
+
 from telescope.environments.base import (
     ChatMessage,
     Environment,
@@ -164,6 +166,11 @@ class LoadedEnvironment:
                 self.prepare(0)
             except UserError:
                 raise
+            except jinja2.TemplateError as error:
+                raise UserError(
+                    f"The chat template refuses the first prompt of environment {spec.name!r}: {error}. Set "
+                    "chat_template, or change what it sends (system_prompt, messages of the dataset)."
+                ) from error
             except BaseException as error:
                 raise UserError(
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"

@@ -376,13 +376,20 @@ def test_a_prompt_that_is_no_text_is_refused(prompt: Any, problem: str, options:
 
 
 WITHOUT_SYSTEM = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+REFUSES_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + WITHOUT_SYSTEM
+)
 LAST_ONLY = "<|im_start|>{{ messages[-1].content }}<|im_end|>"
 
 
-def test_a_template_that_leaves_out_a_message_is_an_error_that_names_it() -> None:
+def test_a_template_that_leaves_out_or_refuses_a_message_is_an_error_that_names_it() -> None:
     loaded_of(["Why?"], template=WITHOUT_SYSTEM).describe()
     with pytest.raises(UserError, match=r"leaves out the message of 'system' \(message 1 of 2\).*'questions' sends"):
         loaded_of(["Why?"], template=WITHOUT_SYSTEM, system_prompt="Be brief.").describe()
+    with pytest.raises(
+        UserError, match=r"refuses the first prompt of environment 'questions': No system role\. Set chat"
+    ):
+        loaded_of(["Why?"], template=REFUSES_SYSTEM, system_prompt="Be brief.").describe()
     with pytest.raises(UserError, match=r"'user' \(message 1 of 3\)"):
         loaded_of(["Why?", HISTORY], template=LAST_ONLY).describe()
 
