@@ -88,10 +88,11 @@ class UserThread:
 
     async def call(self, function: Callable[[], R], label: str) -> R:
         """Runs a synchronous function in the thread of user code. Raises the same errors as `run`."""
-        loop = asyncio.get_running_loop()
+        loop, began_at = asyncio.get_running_loop(), None
 
-        def run(began: asyncio.Future[None]) -> R:
-            loop.call_soon_threadsafe(_set, began)
+        def run() -> R:
+            nonlocal began_at
+            began_at = loop.time()
             try:
                 return function()
             finally:
@@ -99,14 +100,13 @@ class UserThread:
                     os._exit(1)  # a copy forked by user code
 
         while True:
-            began: asyncio.Future[None] = loop.create_future()
-            running = loop.run_in_executor(self._thread, copy_context().run, run, began)
-            either: set[asyncio.Future[Any]] = {began, running}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            running, left = loop.run_in_executor(self._thread, copy_context().run, run), self._timeout
+            while left > 0 and not running.done():
+                await asyncio.wait({running}, timeout=left)
+                left = self._timeout if began_at is None else began_at + self._timeout - loop.time()
             if not running.cancelled():
                 break  # otherwise an earlier call hangs, and another thread has taken over
-        done, _ = await asyncio.wait({running}, timeout=self._timeout)
-        if not done:
+        if not running.done():
             self.is_stuck = True
             faulthandler.dump_traceback()
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -117,11 +117,6 @@ class UserThread:
             return running.result()
         except BaseException as error:
             raise user_failure(error, label) from None
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 @lru_cache(maxsize=256)
