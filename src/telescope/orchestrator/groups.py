@@ -176,6 +176,11 @@ class Batch:
     packing: dict[str, float]
     """Metrics: shares of padding and dummy tokens, imbalance of the ranks, and truncation."""
 
+    @property
+    def num_trained_tokens(self) -> int:
+        """Returns the number of tokens with a loss."""
+        return sum(minibatch.num_trained_tokens for minibatch in self.inputs[0].minibatches)
+
 
 @dataclass(slots=True)
 class _Scored:
@@ -202,14 +207,16 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_r
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
             trajectories.append(trajectory)
-            scored.append(_Scored(group.group_id, reward, trajectory.num_completion_tokens))
+            num_trained = sum(sample.num_trained for sample in trajectory.sequences())
+            scored.append(_Scored(group.group_id, reward, num_trained))
     # A conversation with its own reward is compared with conversations of the same name, as a separate group.
     own_groups: dict[tuple[int, str], int] = {}
     own: dict[tuple[str, str], _Scored] = {}
     for trajectory in trajectories:
         for chat, reward in trajectory.chat_rewards.items():
             number = own_groups.setdefault((trajectory.group_id, chat), -1 - len(own_groups))
-            own[trajectory.sample_id, chat] = _Scored(number, reward, trajectory.num_completion_tokens)
+            num_trained = sum(sample.num_trained for sample in trajectory.sequences() if sample.chat == chat)
+            own[trajectory.sample_id, chat] = _Scored(number, reward, num_trained)
     advantages = compute_advantages([*scored, *own.values()], config.algorithm, config.advantage_norm)[: len(scored)]
     samples: list[TrainSample] = []
     for trajectory, of_rollout in zip(trajectories, scored, strict=True):

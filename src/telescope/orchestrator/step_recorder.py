@@ -125,7 +125,7 @@ class StepRecorder:
             "timing_step_active": seconds - trained.waited,
             "performance/generated_tokens_per_second": generated / seconds,
         }
-        metrics["performance/trained_tokens_per_second"] = metrics["kept/tokens"] / seconds
+        metrics["performance/trained_tokens_per_second"] = batch.num_trained_tokens / seconds
         metrics["performance/samples_per_second"] = metrics["kept/samples"] / seconds
         idle, self._status.engines_idle_seconds = self._status.engines_idle_seconds, None
         if idle is not None:
@@ -166,7 +166,7 @@ class StepRecorder:
                 "learning_rate": metrics.get("learning_rate"),
                 "num_samples": int(metrics["kept/samples"]),
                 "num_groups": len(trained.batch.groups),
-                "num_tokens_trained": int(metrics["kept/tokens"]),
+                "num_tokens_trained": trained.batch.num_trained_tokens,
                 "num_tokens_generated": generated,
                 "next_draw": trained.position.next_draw,
                 "unfinished_draws": list(trained.position.unfinished),

@@ -35,9 +35,9 @@ def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arriva
     assert advantages_by_sample(batch) == {"3-0": -2.0, "3-1": -1.0, "3-2": 3.0}
 
 
-def with_chat(made: Group, *rewards: float) -> Group:
+def with_chat(made: Group, *rewards: float, trained: bool = True) -> Group:
     for sample, reward in zip(made.samples, rewards, strict=True):
-        sample.turns.append(Turn([50], generation([60, 61]), chat="checker"))
+        sample.turns.append(Turn([50], generation([60, 61]), chat="checker", trained=trained))
         sample.chat_rewards = {"checker": reward}
     return made
 
@@ -47,6 +47,16 @@ def test_a_conversation_with_its_own_reward_is_compared_with_those_of_its_name()
     batch = form_batch(config_of(algorithm="dr_grpo"), [made], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-0/0": -0.5, "3-0/1": 2.0, "3-1/0": 0.5, "3-1/1": -2.0}
     assert batch.advantages.tolist() == [-0.5, 0.5], "one number for each rollout"
+
+
+def test_tokens_without_a_loss_are_neither_compared_nor_counted() -> None:
+    """As those of a judge that is the policy."""
+    config, plain = config_of(algorithm="dr_grpo"), group([0.0, 1.0], n=3)
+    num_trained = form_batch(config, [plain], 0, num_ranks=2).num_trained_tokens
+    assert num_trained == sum(sample.num_completion_tokens for sample in plain.samples)
+    batch = form_batch(config, [with_chat(group([0.0, 1.0], n=3), 4.0, 0.0, trained=False)], 0, num_ranks=2)
+    assert batch.num_trained_tokens == num_trained
+    assert set(advantages_by_sample(batch).values()) == {-0.5, 0.5}
 
 
 def test_equal_rewards_of_rollouts_train_if_those_of_a_conversation_differ() -> None:
