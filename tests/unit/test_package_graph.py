@@ -11,8 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "telescope"
 LAYERS = (
     ("__main__",), ("cli",), ("testing", "tui", "verify"), ("dashboard", "orchestrator"),
-    ("cluster", "evals", "trackers"),
-    ("rollout",), ("inference", "trainer"), ("record", "tiny_model", "weights"),
+    ("evals", "trackers"), ("cluster",), ("rollout",), ("inference", "trainer"), ("record", "tiny_model", "weights"),
     ("algorithms", "environments", "health"), ("config",), ("sandbox",), ("utils",), ("errors",),
 )  # fmt: skip
 """Packages from top to bottom. Each may import packages of lower layers, also inside functions and for types alone."""

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.cluster.reaper import MARK_VARIABLE
 from telescope.record.files import RunFiles
 from telescope.record.run_info import read_run_json
 from telescope.trackers.base import TITLES, TrackedRun
@@ -129,6 +130,9 @@ class TrackerProcess:
         self._files.logs.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # After a kill of the driver, the reaper leaves it to send what is recorded, but removes the run's TMPDIR.
+        if temporary := environment.pop(MARK_VARIABLE, None):
+            environment["TMPDIR"] = str(Path(temporary).parent)
         # Ctrl-C and a scheduler's SIGTERM must only reach the run, which then closes this process.
         with self._files.log("trackers").open("ab") as log, sigterm_blocked():
             return subprocess.Popen(
