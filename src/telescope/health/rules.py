@@ -200,14 +200,23 @@ def _spike(history: History, metric: str, kind: str, text: str, advice: str, lea
 
 
 _LEAST_KL = 0.01  # Nats. With equal weights, engine and trainer differ by 0.001 to 0.01 in bfloat16.
+_LARGE_KL = 1.0  # Nats. No run learns with it, so that it needs no earlier steps.
 
 
 def kl(history: History) -> Finding | None:
-    """Finds a step with ten times the usual divergence. A server then has old weights, or a batch is stale."""
-    return _spike(
-        history, KL, "kl", "Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
-        "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", _LEAST_KL,
-    )  # fmt: skip
+    """Finds a step with ten times the usual divergence, or a nat: a server has old weights, or an update was large."""
+    text = "Engine and trainer differed by {value:.2g} nats (KL) in one step"
+    advice = (
+        "Look at mismatch and staleness of that step. If mismatch is small, an update moved the policy far: lower "
+        "learning_rate. use_tis bounds the effect on the loss."
+    )
+    if found := _spike(history, KL, "kl", text + ", usually by {usual:.2g}.", advice, _LEAST_KL):
+        return found
+    values = history.columns.get(KL, ())[-WINDOW:]
+    value, steps_ago = max(((value or 0.0, len(values) - 1 - at) for at, value in enumerate(values)), default=(0.0, 0))
+    if not _LARGE_KL <= value <= LARGEST:
+        return None
+    return Finding("kl", "far apart", f"{text.format(value=value)}.", advice, (KL,), steps_ago=steps_ago)
 
 
 def grad_norm(history: History) -> Finding | None:
@@ -257,6 +266,13 @@ def _task(history: History) -> str:
 def zero_advantage(history: History) -> Finding | None:
     """Finds more than two thirds of groups without a signal, so that a trained group costs the generation of three."""
     task = _task(history)
+    norms = history.last(GRAD_NORM)
+    if len(norms) >= WINDOW // 2 and not statistics.median(norms):  # with discard_group_zero_advantage: false
+        return Finding(
+            "zero_advantage", f"needs {task} prompts", "The gradient is zero: the trained groups have equal rewards.",
+            "Read the newest answers. If they are broken, continue from an earlier checkpoint with a lower "
+            f"learning_rate; otherwise use {task} prompts, or raise group_size.", (GRAD_NORM, REWARD),
+        )  # fmt: skip
     return _lasting(
         history, NO_SIGNAL, 67, "zero_advantage", f"needs {task} prompts",
         "{:.0f} % of the groups have equal rewards and are discarded.",
@@ -283,8 +299,19 @@ def staleness(history: History) -> Finding | None:
 def waiting(history: History) -> Finding | None:
     """Finds a trainer that waits half of the time. More servers then shorten a step more than a faster trainer.
 
-    If many groups are discarded for equal rewards, other prompts shorten a step without more servers.
+    If many groups are discarded for equal rewards, other prompts shorten a step without more servers. If the servers
+    have no request either, answers wait for their environments.
     """
+    if _both_wait(history):
+        return Finding(
+            "waiting", "slow environments",
+            f"The trainer waits {100 * (history.mean(WAIT) or 0.0):.0f} % of the time, and the inference servers have "
+            f"no request {100 * (history.mean(IDLE) or 0.0):.0f} % of it: answers wait for tools and rewards, or a "
+            "batch waits for its longest answers.",
+            "Look at the timeline. Make the environment faster or raise rollout_num_workers; for long answers raise "
+            "max_async_rollout.",
+            (*WAIT.split(" / "), IDLE.partition(" / ")[0]),
+        )  # fmt: skip
     found = _share(
         history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
         "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
@@ -298,10 +325,19 @@ def waiting(history: History) -> Finding | None:
 
 def idle(history: History) -> Finding | None:
     """Finds engines that have no request half of the time because they wait for the trainer."""
-    return _share(
+    return None if _both_wait(history) else _share(
         history, IDLE, "idle", "trainer too slow", "The inference servers have no request {share:.0f} % of the time.",
         "Raise max_async_rollout, or move GPUs from inference to the trainer.",
     )  # fmt: skip
+
+
+BOTH_WAIT = 1.25  # in synchronous mode, either the trainer or the engines wait: the shares add up to 1 or little more
+
+
+def _both_wait(history: History) -> bool:
+    """Returns whether neither the trainer nor the engines limit the speed."""
+    found = [_share(history, metric, "", "", "", "") for metric in (WAIT, IDLE)]
+    return None not in found and (history.mean(WAIT) or 0.0) + (history.mean(IDLE) or 0.0) >= BOTH_WAIT
 
 
 def _share(history: History, metric: str, kind: str, words: str, text: str, advice: str) -> Finding | None:

@@ -29,9 +29,11 @@ FIRING = {
     "a large gradient": ("grad_norm", {rules.GRAD_NORM: [40.0, 0.3]}, (), "reached 40"),
     "answers cut off": ("truncation", {rules.TRUNCATED: [40.0] * 10}, (), "40 % of the answers"),
     "equal rewards": ("zero_advantage", {rules.NO_SIGNAL: [90.0] * 10}, (), "90 % of the groups"),
+    "no gradient": ("zero_advantage", {rules.GRAD_NORM: [0.0] * 10}, (), "gradient is zero"),
     "stale groups": ("stale", {rules.STALE: [25.0] * 10}, (), "25 % of the groups"),
     "old tokens": ("staleness", {rules.AGE: [5.0] * 10}, (), "5.0 versions"),
     "a trainer that waits": ("waiting", {WAIT: [6.2] * 10}, (), "62 % of the time"),
+    "a slow environment": ("waiting", {WAIT: [9.5] * 10, IDLE: [9.0] * 10}, (), "wait for tools and rewards"),
     "engines that wait": ("idle", {IDLE: [7.0] * 10}, (), "70 % of the time"),
     "longer answers": ("reward_hacking", {rules.LENGTH: [400.0] * 10}, (BEFORE, FALLEN), "to 400 tokens"),
     "answers that repeat": ("reward_hacking", {rules.REPETITION: [5.0] * 10}, (BEFORE, FALLEN), "to 5.0)"),
@@ -55,6 +57,7 @@ QUIET = {
     "a spike eleven steps ago": ({rules.GRAD_NORM: [40.0, *[0.3] * 10]}, ()),
     "two steps of cut answers": ({rules.TRUNCATED: [80.0] * 2}, ()),
     "half of the groups without signal": ({rules.NO_SIGNAL: [60.0] * 10}, ()),
+    "three steps without a gradient": ({rules.GRAD_NORM: [0.0] * 3}, ()),
     "one wait for a checkpoint": ({WAIT: [9.9]}, ()),
     "one very long step without requests": ({IDLE: [300.0], SECONDS: [310.0]}, ()),
     "answers that grow while evals rise": ({rules.LENGTH: [400.0] * 10}, (FALLEN, BEFORE)),
@@ -89,6 +92,18 @@ def test_a_finding_names_the_step_of_its_moment():
     assert found.steps_ago == 2
     (found,) = rules.findings(history({"loss/policy": [NAN, 0.1]}))
     assert found.steps_ago == 1
+
+
+def test_a_divergence_of_a_nat_needs_no_earlier_steps():
+    (found,) = rules.findings(history({rules.KL: [4.7, 1e-3]}, num_steps=3))
+    assert (found.kind, found.steps_ago) == ("kl", 1) and "by 4.7 nats" in found.text
+    assert "learning_rate" in found.advice
+    assert rules.findings(history({rules.KL: [0.9]}, num_steps=3)) == []
+
+
+def test_synchronous_generation_is_no_slow_environment():
+    (found,) = rules.findings(history({WAIT: [6.0] * 10, IDLE: [5.2] * 10}, num_steps=60))[:1]
+    assert "for answers" in found.text
 
 
 def test_noise_of_a_small_run_is_no_finding():
