@@ -44,6 +44,7 @@ from telescope.rollout.pool import Lane, RolloutPool
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.utils.process import rare_full_collections
+from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
     from telescope.cluster.trainer_group import TrainerGroup
@@ -121,7 +122,7 @@ class Orchestrator:
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._step_recorder = StepRecorder(self.recorder, self.status, all_tokens=config.record_tokens == "all")
-        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * batch_size)
+        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * batch_size, has_trained=start.step > 0)
         self._stop_requested = False
 
     def request_stop(self) -> None:
@@ -350,6 +351,10 @@ class Orchestrator:
                 if number % 16 == 15:
                     await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
             self.recorder.set_in_flight(rows)
+            num_with_environment = max(0, sum("server" in row for row in rows) - self.slots.num_used)
+            self.status.set_component(
+                "environments", f"{pluralize(num_with_environment, 'sample')} in tools and rewards"
+            )
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps

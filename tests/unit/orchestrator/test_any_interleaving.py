@@ -146,3 +146,11 @@ def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, de
             assert len(unfinished | ledger.open) == len(unfinished) + len(ledger.open)
             settled = ledger.num_trained + ledger.dropped.total()
             assert settled + len(unfinished) + len(ledger.open) == state.sampler.next_draw
+
+
+def test_the_status_counts_the_samples_that_a_slow_environment_holds_up(monkeypatch):
+    simulation = Simulation(config_of(number_of_steps=1, max_async_rollout=0), Pace(score=(60.0, 60.0)))
+    said: set[tuple[str, str]] = set()
+    monkeypatch.setattr(simulation.status, "set_component", lambda part, doing: said.add((part, doing)))
+    run_simulated(simulation.run())
+    assert ("environments", "4 samples in tools and rewards") in said
