@@ -116,13 +116,15 @@ class DiscardStreak:
     """Counts discards since the last usable group. At the limit, the run stops with a diagnosis."""
 
     limit: int
+    has_trained: bool = False
+    """Whether there were usable groups, in this attempt or an earlier one. The task then suits the first weights."""
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     last_rewards: list[float] = field(default_factory=list)
     last_failure: str = ""
 
     def usable(self) -> None:
-        self.count, self.last_failure = 0, ""
+        self.count, self.last_failure, self.has_trained = 0, "", True
         self.kinds.clear()
 
     def discarded(self, kind: str, rewards_n: np.ndarray) -> None:
@@ -158,11 +160,21 @@ class DiscardStreak:
                 + (f"The last failure: {failure}. " if failure else "")
                 + "The table `samples` has `reason` and `failure_message` of each."
             )
-        return (
+        same = (
             f"{self.count} consecutive groups carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
-            "Every answer to a prompt got the same reward: the task is too hard or too easy for this model, the reward "
-            "never varies, or max_tokens cuts every answer off. Change the task or the reward, raise group_size, "
-            "or set discard_group_zero_advantage: false to train anyway."
+            "Every answer to a prompt got the same reward"
+        )
+        if self.has_trained:
+            return (
+                f"{same}, which was not so before: training has ruined the policy, as with a learning_rate that is too "
+                "high, or the task has become too easy for it. Read the newest answers. If they are broken, continue "
+                "from a checkpoint before that (resume_from_checkpoint) with a lower learning_rate; otherwise change "
+                "the task, or raise group_size."
+            )
+        return (
+            f"{same}: the task is too hard or too easy for this model, the reward never varies, or max_tokens cuts "
+            "every answer off. Change the task or the reward, raise group_size, or set discard_group_zero_advantage: "
+            "false to train anyway."
         )
 
 

@@ -84,12 +84,20 @@ def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -
 
 def test_the_diagnosis_names_the_rewards_and_the_fix() -> None:
     streak = DiscardStreak(limit=3)
-    streak.discarded("all_zero", np.zeros(4))
-    streak.usable()
     for kind, value in (("all_zero", 0.0), ("all_positive", 2.0), ("all_positive", 1.0)):
         streak.discarded(kind, np.full(4, value))
     text = streak.diagnosis()
     assert "3 consecutive groups" in text
     assert "2 all positive, 1 all zero" in text
-    assert "[0.0, 0.0, 2.0, 1.0]" in text
+    assert "[0.0, 2.0, 1.0]" in text
     assert "discard_group_zero_advantage: false" in text
+
+
+@pytest.mark.parametrize("streak", [DiscardStreak(limit=3), DiscardStreak(limit=3, has_trained=True)])
+def test_equal_rewards_after_usable_groups_are_blamed_on_training(streak: DiscardStreak) -> None:
+    if not streak.has_trained:
+        streak.usable()
+    streak.discarded("all_zero", np.zeros(4))
+    text = streak.diagnosis()
+    assert "learning_rate" in text and "resume_from_checkpoint" in text
+    assert "too hard" not in text
