@@ -100,11 +100,13 @@ def finished_steps(config: TelescopeConfig, run_dir: Path) -> int | None:
 
 def check_has_checkpoint(config: TelescopeConfig, run_dir: Path, file: Path) -> None:
     """Raises `UserError` if the run of `--resume` has no complete checkpoint. `file` contains its config."""
-    if not CheckpointFolder.for_run(config, run_dir).steps():
+    folder = CheckpointFolder.for_run(config, run_dir)
+    if not folder.steps():
         steps = Run(run_dir).summary().steps if is_run(run_dir) else 0
         raise UserError(
-            f"{run_dir} has no checkpoint: it ended after {pluralize(steps, 'step')}, before the first one was "
-            "complete, or checkpoint_every was off. Start it again, in another run_dir, with `telescope train --config "
+            f"{run_dir} has no checkpoint in {folder.path}: it ended after {pluralize(steps, 'step')}, before the "
+            "first one was complete, checkpoint_every was off, or checkpoint_dir is another folder than before. Set "
+            "checkpoint_dir, or start the run again, in another run_dir, with `telescope train --config "
             f"{file} --checkpoint_every 20`"
         )
 
