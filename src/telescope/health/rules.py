@@ -30,6 +30,13 @@ TRAINED_REWARD = "reward/total/mean"
 NO_SIGNAL = "discarded/zero_advantage/pct"
 STALE = "discarded/max_async/pct"
 TRUNCATED = "stop_reason_length_pct"
+KEPT = "kept/samples"
+DISCARDED = "discarded/all/samples"
+FAILED = {
+    "masked/environment/samples": "in their environment",
+    "masked/infrastructure/samples": "with their engine, network or sandbox",
+}
+"""Metrics of samples that failed, and where."""
 KL = "kl_divergence_inference"
 MISMATCH = "mismatch/logprob_difference_mean"
 ALLOWED_MISMATCH = "mismatch/logprob_difference_allowed"
@@ -43,7 +50,7 @@ READ = frozenset(
     name
     for metric in (
         *(WAIT, IDLE, REWARD, NO_SIGNAL, STALE, TRUNCATED, KL, GRAD_NORM, ENTROPY, AGE, LENGTH),
-        *(REPETITION, MISMATCH, ALLOWED_MISMATCH),
+        *(REPETITION, MISMATCH, ALLOWED_MISMATCH, KEPT, DISCARDED, *FAILED),
     )
     for name in metric.split(" / ")
 )
@@ -258,6 +265,23 @@ def truncation(history: History) -> Finding | None:
     )  # fmt: skip
 
 
+FAILED_SHARE = 0.1  # of the samples; fewer are no bias that a reward curve shows
+
+
+def masked(history: History) -> Finding | None:
+    """Finds that a tenth of the samples failed. They are left out, and the others may be the easier ones."""
+    counts = {metric: math.fsum(history.last(metric)) for metric in (KEPT, DISCARDED, *FAILED)}
+    worst = max(FAILED, key=counts.__getitem__)
+    share = counts[worst] / max(math.fsum(counts.values()), 1)
+    if len(history.steps) < WINDOW // 2 or share < FAILED_SHARE:
+        return None
+    return Finding(
+        "masked", "samples fail", f"{100 * share:.0f} % of the samples failed {FAILED[worst]} and are not trained.",
+        "Read failure_message in the table samples. Fix the cause, or lower environment_error_budget so that the run "
+        "ends.", (worst, KEPT),
+    )  # fmt: skip
+
+
 def _task(history: History) -> str:
     level = history.mean(REWARD)
     return "harder" if level is not None and level > 0.5 else "easier"
@@ -396,8 +420,8 @@ def after(step: int) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    *(not_finite, reward, entropy, reward_hacking, mismatch, kl, grad_norm, waiting, idle, zero_advantage, truncation),
-    *(stale, staleness),
+    *(not_finite, reward, entropy, reward_hacking, mismatch, kl, grad_norm, masked, waiting, idle, zero_advantage),
+    *(truncation, stale, staleness),
 )
 """All rules over steps and evals. Rules about the result precede rules about time. A finding has its rule's name."""
 

@@ -10,6 +10,7 @@ from telescope.health import rules
 from telescope.health.rules import GIB, EvalPoint, History
 
 NAN = math.nan
+ENVIRONMENT, _ = rules.FAILED
 BEFORE = EvalPoint("math500", 9, 0.60, 0.56, 0.64)
 FALLEN = EvalPoint("math500", 59, 0.48, 0.44, 0.52)
 NOISE = EvalPoint("math500", 59, 0.56, 0.52, 0.60)
@@ -29,6 +30,7 @@ FIRING = {
     "a large gradient": ("grad_norm", {rules.GRAD_NORM: [40.0, 0.3]}, (), "reached 40"),
     "answers cut off": ("truncation", {rules.TRUNCATED: [40.0] * 10}, (), "40 % of the answers"),
     "equal rewards": ("zero_advantage", {rules.NO_SIGNAL: [90.0] * 10}, (), "90 % of the groups"),
+    "a judge that is often away": ("masked", {ENVIRONMENT: [30.0] * 10, rules.KEPT: [70.0] * 10}, (), "30 % of the"),
     "no gradient": ("zero_advantage", {rules.GRAD_NORM: [0.0] * 10}, (), "gradient is zero"),
     "stale groups": ("stale", {rules.STALE: [25.0] * 10}, (), "25 % of the groups"),
     "old tokens": ("staleness", {rules.AGE: [5.0] * 10}, (), "5.0 versions"),
@@ -57,6 +59,7 @@ QUIET = {
     "a spike eleven steps ago": ({rules.GRAD_NORM: [40.0, *[0.3] * 10]}, ()),
     "two steps of cut answers": ({rules.TRUNCATED: [80.0] * 2}, ()),
     "half of the groups without signal": ({rules.NO_SIGNAL: [60.0] * 10}, ()),
+    "a twentieth of failed samples": ({ENVIRONMENT: [5.0] * 10, rules.KEPT: [95.0] * 10}, ()),
     "three steps without a gradient": ({rules.GRAD_NORM: [0.0] * 3}, ()),
     "one wait for a checkpoint": ({WAIT: [9.9]}, ()),
     "one very long step without requests": ({IDLE: [300.0], SECONDS: [310.0]}, ()),
