@@ -103,7 +103,7 @@ class _TrainingRun:
                 model_dir=self._model_dir, error=error, interrupted=self._interrupt.requested,
                 record_error=await asyncio.to_thread(directory.record_problem),
             )  # fmt: skip
-            directory.ended(summary)
+            directory.ended(summary, error)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
             if summary.record_error is not None:

@@ -21,9 +21,9 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_source import files_here
 from telescope.config.yaml_file import dump_yaml
-from telescope.errors import UserError
-from telescope.orchestrator.status import RunSummary
-from telescope.record.alerts import Alerts
+from telescope.errors import RunError, UserError
+from telescope.orchestrator.status import Interrupted, RunSummary
+from telescope.record.alerts import REPORTED, Alerts
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
@@ -183,18 +183,21 @@ class RunDirectory:
             return "the record of this run is written again"
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
-    def ended(self, summary: RunSummary) -> None:
-        """Writes `summary.json` and the end of the attempt. Logs disk errors."""
+    def ended(self, summary: RunSummary, error: BaseException | None = None) -> None:
+        """Writes `summary.json` and the end of the attempt. Logs disk errors, then the end, with a bug's traceback."""
         try:
             if self._has_started or not self.is_resumed:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
-        except OSError as error:
-            logger.error("The summary of this run cannot be written: %s", error)
+        except OSError as failure:
+            logger.error("The summary of this run cannot be written: %s", failure)
         alert = {"time": time.time(), "step": summary.steps}
         if summary.error is not None:
             self.alerts.add({**alert, "level": "error", "kind": "run", "message": summary.error})
         else:
             self.alerts.run_command({**alert, "level": "info", "kind": "end", "message": summary.sentence})
+        level, why = (logging.ERROR, f": {summary.error}") if summary.error is not None else (logging.INFO, "")
+        bug = None if isinstance(error, UserError | RunError | Interrupted) else error
+        logger.log(level, "The run %s%s", summary.sentence, why, exc_info=bug, extra=REPORTED)
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 

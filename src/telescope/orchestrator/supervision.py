@@ -194,10 +194,10 @@ class Interrupt:
             task.cancel()
             self._on_first.clear()
 
-    def _terminated(self) -> None:
+    def _terminated(self, name: str = "SIGTERM") -> None:
         """Stops after the step. Ignores repeats, because schedulers send SIGTERM to a process and its group."""
         if not self.requested:
-            self._signalled()
+            self._signalled(name)
 
     def _hung_up(self) -> None:
         """Stops like SIGTERM. A shell that loses its terminal may also send SIGHUP more than once."""
@@ -205,11 +205,12 @@ class Interrupt:
         for descriptor in self._terminals:  # writes to a lost terminal fail
             os.dup2(null, descriptor)
         os.close(null)
-        self._terminated()
+        self._terminated("SIGHUP")
 
-    def _signalled(self) -> None:
+    def _signalled(self, name: str = "SIGINT") -> None:
         self._count += 1
         if self._count == 1:
+            logger.info("%s was received: %s", name, self._phase)
             self._status.phase = f"{self._phase} (Ctrl-C again: at once)"
             actions, self._on_first = self._on_first, []
             for action in actions:

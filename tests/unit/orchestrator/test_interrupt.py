@@ -45,7 +45,8 @@ async def installed(interrupt: Interrupt) -> AsyncIterator[Interrupt]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-async def test_the_first_signal_asks_for_a_stop(installed, number):
+async def test_the_first_signal_asks_for_a_stop(installed, number, caplog):
+    caplog.set_level("INFO")
     stopped = asyncio.Event()
     installed.on_first(stopped.set)
     assert not installed.requested
@@ -53,6 +54,7 @@ async def test_the_first_signal_asks_for_a_stop(installed, number):
     await asyncio.wait_for(stopped.wait(), 5)
     assert installed.requested
     assert "Ctrl-C again" in installed._status.phase
+    assert f"{number.name} was received" in caplog.text
 
 
 def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(interrupt, capfd):

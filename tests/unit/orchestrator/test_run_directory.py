@@ -122,6 +122,21 @@ def test_the_command_of_alerts_is_told_of_the_end(tmp_path, error, told):
     assert [row["kind"] for row in recorded] == ([] if error is None else ["run"])
 
 
+@pytest.mark.parametrize(("error", "end"), [
+    (None, "The run finished 0 steps in 1 s"),
+    (RunError("rank 0 exited"), "The run failed after 0 steps: RunError: rank 0 exited"),
+    (KeyError("reward"), "KeyError: 'reward'"),
+])  # fmt: skip
+def test_the_log_of_the_driver_ends_with_the_end_of_the_run(tmp_path, error, end):
+    directory = make(tmp_path)
+    with directory.open_record(console=False):
+        directory.ended(summary_of(directory, error=error), error)
+    lines = RunFiles(directory.path).log("driver").read_text().splitlines()
+    assert lines[-1].endswith(end)
+    assert Run(directory.path).table("logs").to_pylist()[-1]["message"].endswith(end)
+    assert [row["kind"] for row in Run(directory.path).table("alerts").to_pylist()] == (["run"] if error else [])
+
+
 def test_rows_that_were_dropped_make_the_record_incomplete(tmp_path):
     directory = make(tmp_path)
     with directory.open_record(console=False):
