@@ -339,6 +339,12 @@ class WeightSync:
     async def _probe(self, report: SyncReport, *, initial: UpdateInfo | None = None) -> None:
         """Raises WeightMismatch unless servers have the sent weights or, with `initial`, the trainer's weights."""
         for server, probe in (await self._examine(report, initial=initial)).items():
+            if not probe.ok and probe.is_loaded and initial is None:
+                raise WeightMismatch(
+                    f"server {server} has the weights of version {report.version}, but computes other logprobs with "
+                    f"them than the trainer: {probe}. If learning_rate is far too high, the weights have become too "
+                    "large for equal results: lower it. Otherwise run `telescope verify`"
+                )
             if not probe.ok:
                 raise WeightMismatch(
                     f"server {server} has not loaded the weights of version {report.version} that the trainer "

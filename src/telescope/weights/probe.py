@@ -82,8 +82,12 @@ class ProbeReport:
     def ok(self) -> bool:
         if self.has_adapter:
             return self.logprobs is not None and self.logprobs.ok
-        exact = not (self.mismatched or self.unaccounted or self.moved)
-        return exact and self.num_tensors > 0 and (self.logprobs is None or self.logprobs.ok)
+        return self.is_loaded and (self.logprobs is None or self.logprobs.ok)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Returns whether the engine has every tensor as sent."""
+        return self.num_tensors > 0 and not (self.mismatched or self.unaccounted or self.moved)
 
     def __str__(self) -> str:
         parts = []

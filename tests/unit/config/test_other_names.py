@@ -24,7 +24,8 @@ def test_the_tables_name_fields_that_exist_once():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("eval_every", "an entry of evals"), ("reward_max", "an entry of environments"), ("beta", "kl_penalty_tau"), ("num_train_epochs", "number_of_steps"),
+        ("eval_every", "an entry of evals"), ("reward_max", "an entry of environments"),
+        ("beta", "kl_penalty_tau"), ("num_train_epochs", "number_of_steps"),
         ("reward_funcs", "reward: file.py:function"), ("data.max_prompt_length", "prompt and answer together"),
         ("per_device_train_batch_size", "prompts_batch_size_for_trainer x group_size"),
         ("num_generations", "'group_size'"), ("max_completion_length", "'max_tokens'"),
