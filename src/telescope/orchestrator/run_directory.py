@@ -64,13 +64,8 @@ class RunDirectory:
         path = path or choose_run_dir(config)
         try:
             path = _make_folder(path, must_be_new=config.run_dir is None and not is_resumed)
-            if not is_resumed:
-                _write_config(path, config)
         except OSError as error:
-            raise UserError(
-                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Choose another folder with "
-                "--run_dir or TELESCOPE_RUN_DIR, or fix its permissions."
-            ) from error
+            raise _not_writable(path, error) from error
         return cls(path, config, notes, is_resumed=is_resumed)
 
     @contextmanager
@@ -91,6 +86,11 @@ class RunDirectory:
         with ExitStack() as stack:
             stack.callback(self.recorder.close)
             stack.callback(self.alerts.close)
+            if not self.is_resumed:  # after the recorder has locked the directory, which another start may have taken
+                try:
+                    _write_config(self.path, config)
+                except OSError as error:
+                    raise _not_writable(self.path, error) from error
             setup_logging(self.path, "driver", self.recorder, alerts=self.alerts, debug=config.debug, console=console)
             self._begin_attempt(self.notes)
             stack.enter_context(LogFiles(self.path, self.recorder.write))
@@ -199,6 +199,13 @@ class RunDirectory:
         bug = None if isinstance(error, UserError | RunError | Interrupted) else error
         logger.log(level, "The run %s%s", summary.sentence, why, exc_info=bug, extra=REPORTED)
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Choose another folder with "
+        "--run_dir or TELESCOPE_RUN_DIR, or fix its permissions."
+    )
 
 
 def _make_folder(path: Path, *, must_be_new: bool) -> Path:

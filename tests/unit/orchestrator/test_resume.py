@@ -236,8 +236,10 @@ def test_a_difference_deep_in_a_long_value_is_shown_with_its_place(resuming):
 
 
 def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_defaults(tmp_path):
-    first = config_of(run_dir=str(tmp_path / "run"), seed=0, share_gpus=True, max_tokens=32, checkpoint_every=3)
-    RunDirectory.create(first, [])
+    chosen = {"seed": 0, "share_gpus": True, "max_tokens": 32, "checkpoint_every": 3, "use_wandb": False}
+    first = config_of(run_dir=str(tmp_path / "run"), **chosen)
+    with RunDirectory.create(first, []).open_record(console=False):
+        pass
     resumed = load_resumed_config(tmp_path / "run", ["--learning-rate", "2e-6"]).config
     assert resumed.values == {**first.values, "resume_from_checkpoint": True, "learning_rate": 2e-6}
     assert "max_tokens" in resumed.user_set

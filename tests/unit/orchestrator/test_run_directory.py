@@ -83,8 +83,18 @@ def test_a_run_dir_that_the_user_named_is_used_as_it_is(tmp_path):
     (tmp_path / "run").mkdir()
     config = config_of(run_dir=str(tmp_path / "run"))
     assert RunDirectory.create(config, []).path == tmp_path / "run"
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        RunDirectory.create(config_of(run_dir=str(tmp_path / "run" / "config.yaml")), [])
+        RunDirectory.create(config_of(run_dir=str(tmp_path / "file")), [])
+
+
+def test_a_start_that_is_refused_leaves_the_config_of_the_run_that_has_the_directory(tmp_path):
+    first = make(tmp_path)
+    with first.open_record(console=False):
+        config = RunFiles(first.path).config.read_text()
+        with pytest.raises(UserError, match="is in use"), make(tmp_path, seed=7).open_record(console=False):
+            pass
+        assert RunFiles(first.path).config.read_text() == config
 
 
 def test_a_recovered_record_is_reported(tmp_path):
