@@ -26,7 +26,7 @@ from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, di
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.orchestrator.async_window import Ledger
-from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder
+from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
 from telescope.record.reader import Run, is_run
@@ -214,6 +214,8 @@ def without_open_prompts(state: RunState) -> RunState:
 
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
     """Compares sizes, tokenizer and base weights of model and checkpoint, as far as they are known."""
+    digests = {name: digest for name, digest in checkpoint.meta.get("files", {}).items() if name.startswith(HF_META)}
+    refuse_damage(checkpoint.path, {**checkpoint.meta, "files": digests})  # damage is no other model or tokenizer
     if base := checkpoint.meta.get("base"):
         check_base(model_folder(config.model), base, checkpoint.path)
     saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape

@@ -14,7 +14,7 @@ from tests.unit.orchestrator.test_resume import Resuming
 
 from telescope.config.eval_config import EvalCommand
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.checkpoints import META, STATE, CheckpointFolder, refuse_damage
+from telescope.orchestrator.checkpoints import HF_META, META, STATE, CheckpointFolder, refuse_damage
 from telescope.orchestrator.conversion import convert, is_converted
 from telescope.orchestrator.eval_targets import find_targets
 from telescope.utils.digests import files_below
@@ -50,6 +50,13 @@ def test_a_flipped_bit_in_any_file_is_found_on_resume_and_conversion(saved, tmp_
             with pytest.raises(UserError, match=damaged):
                 convert(copy, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_a_damaged_tokenizer_is_not_that_of_another_model(tmp_path):
+    resuming = Resuming(tmp_path)
+    flip(resuming.path / HF_META / "tokenizer.json", -1)
+    with pytest.raises(UserError, match=r"step_2 is damaged: hf_meta/tokenizer\.json has changed"):
+        resuming.find()
 
 
 def test_a_renamed_checkpoint_is_not_that_of_another_step(saved, tmp_path):
