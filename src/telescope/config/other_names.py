@@ -25,7 +25,8 @@ def hint(name: str, known: Iterable[str], value: Any = None) -> str:
         if flat or sentences:
             return flat + "".join(f" {sentence}" for sentence in sentences)
     field, sentence = _meaning(name, known)
-    if sentence:
+    # `config explain` also knows the fields of entries, such as evals.num_samples.
+    if sentence and not any(each.endswith(f".{name.rpartition('.')[2]}") for each in known):
         return f" {sentence}"
     return f" Did you mean '{field}'?" if field else did_you_mean(name, known)
 
