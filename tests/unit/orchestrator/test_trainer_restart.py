@@ -131,6 +131,7 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
     raise AssertionError("the last run has no loss")
 
 
+@pytest.mark.timeout(300)
 @settings(max_examples=60)
 @given(
     losses=st.lists(st.integers(0, 120), min_size=1, max_size=3),
