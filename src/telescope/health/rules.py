@@ -207,7 +207,7 @@ def _spike(history: History, metric: str, kind: str, text: str, advice: str, lea
 
 
 _LEAST_KL = 0.01  # Nats. With equal weights, engine and trainer differ by 0.001 to 0.01 in bfloat16.
-_LARGE_KL = 1.0  # Nats. No run learns with it, so that it needs no earlier steps.
+_LARGE_KL = 1.0  # Nats. No run learns with it, whatever its usual value is.
 
 
 def kl(history: History) -> Finding | None:
@@ -219,9 +219,9 @@ def kl(history: History) -> Finding | None:
     )
     if found := _spike(history, KL, "kl", text + ", usually by {usual:.2g}.", advice, _LEAST_KL):
         return found
-    values = history.columns.get(KL, ())[-WINDOW:]
-    value, steps_ago = max(((value or 0.0, len(values) - 1 - at) for at, value in enumerate(values)), default=(0.0, 0))
-    if not _LARGE_KL <= value <= LARGEST:
+    recent = [(value, steps_ago) for steps_ago in range(WINDOW) for value in history.last(KL, 1, steps_ago)]
+    value, steps_ago = max(recent, default=(0.0, 0))
+    if value < _LARGE_KL:
         return None
     return Finding("kl", "far apart", f"{text.format(value=value)}.", advice, (KL,), steps_ago=steps_ago)
 
@@ -265,11 +265,11 @@ def truncation(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-FAILED_SHARE = 0.1  # of the samples; fewer are no bias that a reward curve shows
+FAILED_SHARE = 0.1  # of the samples; leaving out fewer hardly moves a reward curve
 
 
 def masked(history: History) -> Finding | None:
-    """Finds that a tenth of the samples failed. They are left out, and the others may be the easier ones."""
+    """Finds that a tenth of the samples failed in one way. They are left out, and the others may be easier."""
     counts = {metric: math.fsum(history.last(metric)) for metric in (KEPT, DISCARDED, *FAILED)}
     worst = max(FAILED, key=counts.__getitem__)
     share = counts[worst] / max(math.fsum(counts.values()), 1)
@@ -288,10 +288,10 @@ def _task(history: History) -> str:
 
 
 def zero_advantage(history: History) -> Finding | None:
-    """Finds more than two thirds of groups without a signal, so that a trained group costs the generation of three."""
+    """Finds two thirds of the groups without a signal, so that a trained group costs three, or no gradient at all."""
     task = _task(history)
     norms = history.last(GRAD_NORM)
-    if len(norms) >= WINDOW // 2 and not statistics.median(norms):  # with discard_group_zero_advantage: false
+    if len(norms) >= WINDOW // 2 and statistics.median(norms) == 0:  # with discard_group_zero_advantage: false
         return Finding(
             "zero_advantage", "equal rewards", "The gradient is zero: the trained groups have equal rewards.",
             "Read the newest answers. If they are broken, continue from an earlier checkpoint with a lower "
@@ -326,22 +326,24 @@ def waiting(history: History) -> Finding | None:
     If many groups are discarded for equal rewards, other prompts shorten a step without more servers. If the servers
     have no request either, answers wait for their environments.
     """
-    if _both_wait(history):
+    waits, idles = _lasting_share(history, WAIT), _lasting_share(history, IDLE)
+    if waits + idles >= BOTH_WAIT:
         return Finding(
             "waiting", "slow environments",
-            f"The trainer waits {100 * (history.mean(WAIT) or 0.0):.0f} % of the time, and the inference servers have "
-            f"no request {100 * (history.mean(IDLE) or 0.0):.0f} % of it: answers wait for tools and rewards, or a "
-            "batch waits for its longest answers.",
+            f"The trainer waits {100 * waits:.0f} % of the time, and the inference servers have no request "
+            f"{100 * idles:.0f} % of it: answers wait for tools and rewards, or a batch waits for its longest answers.",
             "Look at the timeline. Make the environment faster or raise rollout_num_workers; for long answers raise "
             "max_async_rollout.",
             (*WAIT.split(" / "), IDLE.partition(" / ")[0]),
         )  # fmt: skip
-    found = _share(
-        history, WAIT, "waiting", "needs more servers", "The trainer waits {share:.0f} % of the time for answers.",
-        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
+    if not waits:
+        return None
+    found = Finding(
+        "waiting", "needs more servers", f"The trainer waits {100 * waits:.0f} % of the time for answers.",
+        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.", tuple(WAIT.split(" / ")),
     )  # fmt: skip
     share = history.mean(NO_SIGNAL) or 0.0
-    if found is None or share < 40:
+    if share < 40:
         return found
     prompts = f"Use {_task(history)} prompts: {share:.0f} % of the groups have equal rewards."
     return replace(found, advice=f"{prompts} {found.advice}", advised=(NO_SIGNAL,))
@@ -349,29 +351,31 @@ def waiting(history: History) -> Finding | None:
 
 def idle(history: History) -> Finding | None:
     """Finds engines that have no request half of the time because they wait for the trainer."""
-    return None if _both_wait(history) else _share(
-        history, IDLE, "idle", "trainer too slow", "The inference servers have no request {share:.0f} % of the time.",
-        "Raise max_async_rollout, or move GPUs from inference to the trainer.",
+    waits, idles = _lasting_share(history, WAIT), _lasting_share(history, IDLE)
+    if not idles or waits + idles >= BOTH_WAIT:
+        return None
+    return Finding(
+        "idle", "trainer too slow", f"The inference servers have no request {100 * idles:.0f} % of the time.",
+        "Raise max_async_rollout, or move GPUs from inference to the trainer.", tuple(IDLE.split(" / ")),
     )  # fmt: skip
 
 
-BOTH_WAIT = 1.25  # in synchronous mode, either the trainer or the engines wait: the shares add up to 1 or little more
+BOTH_WAIT = 1.25
+"""Sum of the two shares from which neither the trainer nor the engines limit the speed.
+
+In synchronous mode one waits while the other works, and the shares add up to 1 or little more.
+"""
 
 
-def _both_wait(history: History) -> bool:
-    """Returns whether neither the trainer nor the engines limit the speed."""
-    found = [_share(history, metric, "", "", "", "") for metric in (WAIT, IDLE)]
-    return None not in found and (history.mean(WAIT) or 0.0) + (history.mean(IDLE) or 0.0) >= BOTH_WAIT
-
-
-def _share(history: History, metric: str, kind: str, words: str, text: str, advice: str) -> Finding | None:
+def _lasting_share(history: History, metric: str) -> float:
+    """Returns the share of the time of the last steps, or 0 if it is below half."""
     share, (top, _, bottom) = history.mean(metric), metric.partition(" / ")
     pairs = zip(history.columns.get(top, ())[-WINDOW:], history.columns.get(bottom, ())[-WINDOW:], strict=False)
     shares = [part / whole for part, whole in pairs if part is not None and whole]
     # The first steps wait for engines to start and caches to fill, and a single long step says little.
     if share is None or share < 0.5 or len(shares) < WINDOW or statistics.median(shares) < 0.5:
-        return None
-    return Finding(kind, words, text.format(share=100 * share), advice, tuple(metric.split(" / ")))
+        return 0.0
+    return share
 
 
 GROWN = 1.25  # smallest relevant growth; the mean length of a batch varies by a few percent
