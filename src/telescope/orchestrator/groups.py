@@ -117,7 +117,7 @@ class DiscardStreak:
 
     limit: int
     has_trained: bool = False
-    """Whether there were usable groups, in this attempt or an earlier one. The task then suits the first weights."""
+    """Whether there were usable groups, in this attempt or an earlier one. The task then suited the model at first."""
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     last_rewards: list[float] = field(default_factory=list)
@@ -215,24 +215,23 @@ def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> froze
 
 def form_batch(config: TelescopeConfig, groups: list[Group], step: int, *, num_ranks: int, packs: bool = True) -> Batch:
     """Packs the groups of training step `step` for `num_ranks` data-parallel ranks, as `pack_step` does."""
-    trajectories, scored = [], []
+    rollouts, scored = [], []
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
-            trajectories.append(trajectory)
-            num_trained = sum(sample.num_trained for sample in trajectory.sequences())
-            scored.append(_Scored(group.group_id, reward, num_trained))
+            sequences = trajectory.sequences()
+            rollouts.append((trajectory, sequences))
+            scored.append(_Scored(group.group_id, reward, sum(sample.num_trained for sample in sequences)))
     # A conversation with its own reward is compared with conversations of the same name, as a separate group.
     own_groups: dict[tuple[int, str], int] = {}
     own: dict[tuple[str, str], _Scored] = {}
-    for trajectory in trajectories:
+    for trajectory, sequences in rollouts:
         for chat, reward in trajectory.chat_rewards.items():
             number = own_groups.setdefault((trajectory.group_id, chat), -1 - len(own_groups))
-            num_trained = sum(sample.num_trained for sample in trajectory.sequences() if sample.chat == chat)
+            num_trained = sum(sample.num_trained for sample in sequences if sample.chat == chat)
             own[trajectory.sample_id, chat] = _Scored(number, reward, num_trained)
     advantages = compute_advantages([*scored, *own.values()], config.algorithm, config.advantage_norm)[: len(scored)]
     samples: list[TrainSample] = []
-    for trajectory, of_rollout in zip(trajectories, scored, strict=True):
-        sequences = trajectory.sequences()
+    for (trajectory, sequences), of_rollout in zip(rollouts, scored, strict=True):
         for sample in sequences:
             score = own.get((trajectory.sample_id, sample.chat), of_rollout)
             sample.reward, sample.advantage = score.reward, score.advantage
