@@ -216,17 +216,16 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}. `{self.prog} --help` explains it")
 
 
-def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Returns the type of a flag that takes a number from `least` to `most`."""
+def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
+    """Returns the type of a flag that takes a finite number of at least `least`."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:
-            most_text = " or more" if most == math.inf else f" to {most:g}"
-            raise argparse.ArgumentTypeError(f"it is {text}; set it to {least:g}{most_text}")
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"it is {text}; set it to {least:g} or more")
         return value
 
-    parse.__name__ = kind.__name__  # named in the message for a text that is no number
+    parse.__name__ = kind.__name__  # argparse names it for a text that is no number
     return parse
 
 

@@ -59,6 +59,7 @@ def test_every_command_has_help(command, capsys):
         (["doctor", "--cluster", "--nodes", "0"], "--nodes: it is 0; set it to 1 or more"),
         (["doctor", "--cluster", "--wait-seconds", "-1"], "--wait-seconds: it is -1; set it to 0 or more"),
         (["envs", "try", "wordle", "--items", "0"], "--items: it is 0; set it to 1 or more"),
+        (["envs", "try", "wordle", "--temperature", "inf"], "--temperature: it is inf; set it to 0 or more"),
         (["envs", "try", "wordle", "--items", "two"], "--items: invalid int value: 'two'"),
         (["envs", "check", "wordle", "--samples", "-1"], "--samples: it is -1; set it to 1 or more"),
         (["compact"], "the following arguments are required: RUN. `telescope compact --help` explains it"),
