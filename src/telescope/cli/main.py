@@ -83,11 +83,12 @@ def _run(arguments: list[str]) -> int:
 
         if error.name is None or is_installed(error.name.partition(".")[0]):
             raise
-        files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+        # Frames of the import system have no file.
+        files = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
         print(
             f"telescope: {files[-1].filename}:{files[-1].lineno} needs the package {error.name}, which is not "
-            f"installed. Install it in this environment: pip install {error.name.partition('.')[0]}. `make setup` in "
-            "a checkout installs all that Telescope needs; `telescope doctor` lists what is missing",
+            f"installed. Install it, perhaps with: pip install {error.name.partition('.')[0]}. `make setup` in a "
+            "checkout installs all that Telescope needs; `telescope doctor` lists what is missing",
             file=sys.stderr,
         )
         return EXIT_BAD_INPUT

@@ -232,9 +232,9 @@ def error_text(error: BaseException) -> str:
     text = f"{name}: {message}" if message else name
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package and sys.modules.get(package) is None and not is_installed(package):
-        text += f" (this code needs it: pip install {package})"
-    elif isinstance(error, LookupError) and (data := re.search(r"nltk\.download\('(.+)'\)", message)):
-        text = f"{name}: nltk has no data {data[1]!r} (this code needs it: python -m nltk.downloader {data[1]})"
+        text += f" (this code needs it; install it, perhaps with: pip install {package})"
+    elif data := _missing_nltk_data(error):
+        text = f"{name}: nltk has no data {data!r} (this code needs it; install it: python -m nltk.downloader {data})"
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters in all)"
     return text.encode("utf-8", "replace").decode()
@@ -243,7 +243,14 @@ def error_text(error: BaseException) -> str:
 def needs_stack(error: BaseException) -> bool:
     """Returns whether an error may be a bug of user code. Others are explained by their message."""
     explained = UserError | InfrastructureError | ConnectionError | ModuleNotFoundError
-    return not isinstance(error, explained) and "(this code needs it: " not in error_text(error)
+    return not isinstance(error, explained) and _missing_nltk_data(error) is None
+
+
+def _missing_nltk_data(error: BaseException) -> str | None:
+    """Returns the name of the data that nltk did not find, or None for any other error."""
+    message = error.args[0] if isinstance(error, LookupError) and error.args else None
+    found = re.search(r"nltk\.download\('(.+)'\)", message) if isinstance(message, str) else None
+    return found[1] if found else None
 
 
 def original_error(error: BaseException) -> BaseException:

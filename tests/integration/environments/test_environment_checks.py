@@ -172,7 +172,7 @@ def test_a_judge_that_fails_every_trial_is_one_line_without_a_stack(capsys, tmp_
 def test_a_package_that_a_dataset_lacks_is_one_line_with_the_command_that_installs_it(capsys, tmp_path):
     lacking = LENIENT.replace("return [Sample", "import absent.part; return [Sample")
     code, _, err = check(capsys, "own", *write(tmp_path, lacking))
-    assert code == 2 and err.count("\n") == 1 and "(this code needs it: pip install absent) at " in err, err
+    assert code == 2 and err.count("\n") == 1 and "perhaps with: pip install absent) at " in err, err
 
 
 def test_a_program_that_fails_without_a_call_is_named_with_its_output(capsys, tmp_path):

@@ -21,4 +21,4 @@ def test_a_command_whose_package_is_missing_says_how_to_install_it(monkeypatch, 
     assert main.main(["chat"]) == main.EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.startswith(f"telescope: {__file__}:") and "needs the package absent.part, which is not" in error
-    assert "Install it in this environment: pip install absent. `make setup`" in error
+    assert "Install it, perhaps with: pip install absent. `make setup`" in error

@@ -42,11 +42,12 @@ class Unprintable(Exception):
         (Unprintable(), "Unprintable: (its __str__ raises RuntimeError)"),
         (
             ModuleNotFoundError("No module named 'absent.part'", name="absent.part"),
-            "ModuleNotFoundError: No module named 'absent.part' (this code needs it: pip install absent)",
+            "ModuleNotFoundError: No module named 'absent.part' (this code needs it; install it, perhaps with: "
+            "pip install absent)",
         ),
         (
             LookupError("\n***\n  Resource 'words' not found.\n  >>> nltk.download('words')\n"),
-            "LookupError: nltk has no data 'words' (this code needs it: python -m nltk.downloader words)",
+            "LookupError: nltk has no data 'words' (this code needs it; install it: python -m nltk.downloader words)",
         ),
     ],
     ids=["odd text", "no text", "text that raises", "no package", "no data"],

@@ -105,6 +105,8 @@ def test_textarenas_words_need_its_package(monkeypatch):
     assert {s.answer for s in get_environment("wordle", word_source="textarena")._loaded()} == {"house", "crane"}
     secret_words.cache_clear()
     module.WordleEnv = Mock(side_effect=LookupError("Resource 'words' not found.\n>>> nltk.download('words')"))
-    with pytest.raises(UserError, match=r"python -m nltk.downloader words\)\. Or use word_source: own\.$"):
+    with pytest.raises(
+        UserError, match=r"python -m nltk.downloader words\)\. Correct that, or set word_source: own\.$"
+    ):
         get_environment("wordle", word_source="textarena").get_sample(0)
     secret_words.cache_clear()

@@ -174,6 +174,7 @@ def secret_words(source: str) -> tuple[str, ...]:
         words = WordleEnv(word_length=5).word_list
     except Exception as error:
         raise UserError(
-            f"wordle: the words of textarena are not available: {error_text(error)}. Or use word_source: own."
+            f"wordle: the words of textarena are not available: {error_text(error)}. Correct that, or set word_source: "
+            "own."
         ) from error
     return tuple(sorted({word.lower() for word in words if len(word) == 5 and word.isascii() and word.isalpha()}))
