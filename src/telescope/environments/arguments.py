@@ -89,7 +89,7 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
         try:
             adapter.validate_python(value)
         except ValidationError as error:
-            from telescope.config.messages import describe_argument  # takes a second, for an error alone
+            from telescope.config.messages import describe_argument  # takes a second, and only errors need it
 
             raise UserError(f"{called}: {describe_argument(error, name, value)}. Correct it in its kwargs.") from None
 

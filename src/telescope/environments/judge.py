@@ -86,7 +86,7 @@ class Judge(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            from telescope.config.messages import describe_argument  # takes a second, for an error alone
+            from telescope.config.messages import describe_argument  # takes a second, and only errors need it
 
             known = ", ".join(cls.model_fields)
             raise UserError(f"{describe_argument(error, 'judge', value)}. A judge takes: {known}.") from None
@@ -203,8 +203,8 @@ class Judge(BaseModel):
         except (openai.OpenAIError, ValueError, TypeError, AttributeError, IndexError) as error:
             problem = f"{type(error).__name__}: {error}"[:500]
             if getattr(error, "status_code", None) in (401, 403):
-                is_set = "has a key that it refuses" if self._key else "is not set"
-                problem += f". The environment variable {self.api_key_variable} (api_key_variable) {is_set}"
+                why = "has a key that the server refuses" if self._key else "is not set"
+                problem += f". The environment variable {self.api_key_variable} (api_key_variable) {why}"
             raise self._failure(problem, model) from error
         tokens = (parsed.usage.prompt_tokens, parsed.usage.completion_tokens) if parsed.usage else (0, 0)
         _count(failures=response.retries_taken, tokens=sum(tokens))

@@ -324,9 +324,8 @@ class ChatServer:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:300]
-            fix = (
-                f" Set the environment variable {API_KEY_VARIABLE} to a key of it." if error.code in (401, 403) else ""
-            )
-            raise RunError(f"{self._base}{path} answered {error.code}: {text}.{fix}") from error
+            is_refused = error.code in (401, 403)
+            fix = f". Set the environment variable {API_KEY_VARIABLE} to a valid key" if is_refused else ""
+            raise RunError(f"{self._base}{path} answered {error.code}: {text}{fix}") from error
         except (OSError, ValueError) as error:
             raise RunError(f"{self._base}{path} cannot be reached: {error}") from error

@@ -15,6 +15,8 @@ from telescope.sandbox.remote import LABEL, RemoteSandboxProvider, run_label, un
 
 MAX_PROCESSES = 1024
 """Processes and threads of a container."""
+_GENERAL_HELP = re.compile(r" Is the docker daemon running\?|\n+(Run|See) '.* --help'.*")
+"""What docker adds to an error without saying more about it."""
 
 
 class ContainerError(Exception):
@@ -62,9 +64,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
         result = await self._call(*arguments, content=content)
         if result.exit_code:
-            text = re.sub(r" Is the docker daemon running\?|\n+(Run|See) '.* --help'.*", "", result.stderr).strip(
-                " .\n"
-            )
+            text = _GENERAL_HELP.sub("", result.stderr).strip(" .\n")
             raise ContainerError(text or f"{self.program} {arguments[0]} returned {result.exit_code}")
         return result.stdout
 

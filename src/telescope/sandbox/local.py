@@ -213,7 +213,9 @@ class LocalSandboxProvider(SandboxProvider):
             raise UserError("a local sandbox has no GPU and no network: name another provider for gpu_count or network")
         machine_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         if config.memory_mb > machine_mb:
-            raise UserError(f"memory_mb={config.memory_mb} of a local sandbox is above this machine's {machine_mb}")
+            raise UserError(
+                f"memory_mb={config.memory_mb} of a local sandbox is above this machine's {machine_mb}: lower it"
+            )
         python = Path(sys.base_prefix).resolve()
         shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None

@@ -73,7 +73,7 @@ class GenericSandboxPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_creating = 0
         self._num_waiting = 0
-        self._reported = ""  # the last error of a creation
+        self._last_error = ""  # of a creation
         self._is_open = False
 
     async def start(self) -> None:
@@ -181,9 +181,9 @@ class GenericSandboxPool:
         except Exception as error:
             if self._num_waiting > self.ready_queue.qsize():
                 self.ready_queue.put_nowait(error)
-            elif str(error) != self._reported:
+            elif str(error) != self._last_error:  # every creation may have it
                 logger.warning("A sandbox of %s cannot be created: %s", self.provider.name, error)
-            self._reported = str(error)
+            self._last_error = str(error)
             if self._num_waiting > self.ready_queue.qsize():
                 asyncio.get_running_loop().call_soon(self._refill)  # for other waiting calls
         finally:
