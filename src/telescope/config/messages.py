@@ -73,7 +73,7 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
 
 def describe_argument(error: ValidationError, name: str, value: Any) -> str:
     """Returns a sentence on the wrong part of an argument's value: `criteria.a is "two", but it must be a number`."""
-    # A union reports each alternative, with its type in the location. Those that lead deepest into the value are meant.
+    # A union reports each alternative, with its type in the location. What leads deepest into the value is meant.
     found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         place: tuple[int | str, ...] = ()

@@ -25,7 +25,7 @@ def hint(name: str, known: Iterable[str], value: Any = None) -> str:
         if flat or sentences:
             return flat + "".join(f" {sentence}" for sentence in sentences)
     field, sentence = _meaning(name, known)
-    # `config explain` also knows the fields of entries, such as evals.num_samples.
+    # `config explain` also knows the fields of entries, such as evals.num_samples, and suggests them.
     if sentence and not any(each.endswith(f".{name.rpartition('.')[2]}") for each in known):
         return f" {sentence}"
     return f" Did you mean '{field}'?" if field else did_you_mean(name, known)
@@ -43,7 +43,7 @@ def _meaning(name: str, known: Collection[str]) -> tuple[str | None, str | None]
     """Returns the field that a name means, or a sentence, or neither."""
     parts = name.strip().lower().replace("-", "_").split(".")
     for section in (f"{part}." for part in parts[:-1]):
-        if section in SENTENCE_OF:  # the learning rate of a critic is none of the policy's
+        if section in SENTENCE_OF:  # a critic's learning rate is not the policy's
             return None, SENTENCE_OF[section]
     for end in (".".join(parts[start:]) for start in range(len(parts))):
         field = end if end in known else FIELD_OF.get(end)
