@@ -2,8 +2,8 @@
 
     python scripts/generate_api_types.py
 
-The types are those of its OpenAPI schema. A test compares the file with it. A field of type `number | null` is a
-`Value`.
+The types come from the API's OpenAPI schema. A field of type `number | null` is a `Value`. A test compares the file
+with what this script generates.
 """
 
 from __future__ import annotations

@@ -45,15 +45,12 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     if any(trial.name == CANNED for trial in trials):
         print("No solution is known. Return one from `solution(self, sample)`, or give one (--solution), to check it.")
     failed: dict[str, list[str]] = {}  # names of trials by their problem, since a bug fails all of them
-
-    def own(problem: str | None, trial: Trial) -> str:
-        return (problem or "").removeprefix(f"environment {spec.identity!r}, item {trial.item}: ")
-
     for trial in trials:
-        if problem := own(trial.problem, trial):
+        if problem := _without_item(trial.problem, spec, trial):
             failed.setdefault(problem, []).append(f"{trial.name}, item {trial.item}")
     for name in sorted(_unchecked(trials)):
-        why = next(own(trial.trajectory.failure_message, trial) for trial in trials if trial.name == name)
+        trial = next(trial for trial in trials if trial.name == name)
+        why = _without_item(trial.trajectory.failure_message, spec, trial)
         masked = f"not checked, because each of its samples was masked: {why}"
         failed.setdefault(why if why in failed else masked, []).append(name)
     problems = []
@@ -65,6 +62,11 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     for problem in problems:
         print(f"{arguments.name}: {problem}", file=sys.stderr)
     return int(bool(problems))
+
+
+def _without_item(problem: str | None, spec: EnvironmentSpec, trial: Trial) -> str:
+    """Returns a problem without its item, so that the same problem of several items is reported once."""
+    return (problem or "").removeprefix(f"environment {spec.identity!r}, item {trial.item}: ")
 
 
 def _read_labels(file: Path, judge: Judge | None) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ class ActorHandle:
 
     actor: Any
     index: int
-    node: str
-    """Ray's id of its node."""
+    node_id: str
+    """Id of the server's node in Ray."""
 
     async def status(self) -> Any:
         """Returns the process's `ServerStatus`. Raises InfrastructureError when the actor itself has exited."""
@@ -37,8 +37,8 @@ class ActorHandle:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
                 return await answer(self.actor.status.remote(), f"status of server {self.index}")
         except TimeoutError:
-            gone = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]}
-            why = f": its node {gone[self.node]} is lost" if self.node in gone else ""
+            lost = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]}
+            why = f": its node {lost[self.node_id]} is lost" if self.node_id in lost else ""
             raise DeadlineExceeded(
                 f"the actor of inference server {self.index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s{why}"
             ) from None

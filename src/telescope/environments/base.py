@@ -30,7 +30,7 @@ from telescope.environments.records import (
     conversation,
     eval_metrics_of,
 )
-from telescope.environments.records import Messages as Messages  # users find them all in this module
+from telescope.environments.records import Messages as Messages  # this and what follows is for users of this module
 from telescope.environments.records import TrajectoryStep as TrajectoryStep
 from telescope.environments.records import shares as shares
 from telescope.errors import UserError

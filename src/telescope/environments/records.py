@@ -1,6 +1,6 @@
 """The records that an environment exchanges with Telescope: a dataset item, the state of a conversation, a score.
 
-Environments import them from `environments.base`.
+Environments of users import the classes from `environments.base`.
 """
 
 from __future__ import annotations

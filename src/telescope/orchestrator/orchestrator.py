@@ -351,9 +351,10 @@ class Orchestrator:
                 if number % 16 == 15:
                     await asyncio.sleep(0)  # thousands of rows would block the event loop for 100 ms
             self.recorder.set_in_flight(rows)
-            num_with_environment = max(0, sum("server" in row for row in rows) - self.slots.num_used)
+            # Samples that have a server, but no request of theirs runs. The counts are not of the same moment.
+            num_in_environments = max(0, sum("server" in row for row in rows) - self.slots.num_used)
             self.status.set_component(
-                "environments", f"{pluralize(num_with_environment, 'sample')} in tools and rewards"
+                "environments", f"{pluralize(num_in_environments, 'sample')} in tools and rewards"
             )
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 

@@ -86,7 +86,7 @@ class RunDirectory:
         with ExitStack() as stack:
             stack.callback(self.recorder.close)
             stack.callback(self.alerts.close)
-            if not self.is_resumed:  # after the recorder has locked the directory, which another start may have taken
+            if not self.is_resumed:  # only now: the recorder has locked the directory, so it is not another run's
                 try:
                     _write_config(self.path, config)
                 except OSError as error:
@@ -184,7 +184,7 @@ class RunDirectory:
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
     def ended(self, summary: RunSummary, error: BaseException | None = None) -> None:
-        """Writes `summary.json` and the end of the attempt. Logs disk errors, then the end, with a bug's traceback."""
+        """Writes `summary.json` and the end of the attempt. Logs disk errors, then the end, with the stack of a bug."""
         try:
             if self._has_started or not self.is_resumed:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
@@ -195,9 +195,12 @@ class RunDirectory:
             self.alerts.add({**alert, "level": "error", "kind": "run", "message": summary.error})
         else:
             self.alerts.run_command({**alert, "level": "info", "kind": "end", "message": summary.sentence})
-        level, why = (logging.ERROR, f": {summary.error}") if summary.error is not None else (logging.INFO, "")
-        bug = None if isinstance(error, UserError | RunError | Interrupted) else error
-        logger.log(level, "The run %s%s", summary.sentence, why, exc_info=bug, extra=REPORTED)
+        sentence = f"The run {summary.sentence}"
+        if summary.error is not None:
+            bug = None if isinstance(error, UserError | RunError | Interrupted) else error
+            logger.error("%s: %s", sentence, summary.error, exc_info=bug, extra=REPORTED)
+        else:
+            logger.info(sentence, extra=REPORTED)
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 

@@ -7,7 +7,8 @@ The first stop signal ends the run cleanly after the current step. Another Ctrl-
 SIGTERM (schedulers) and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Schedulers send SIGTERM to all
 processes of a run, so Ray's daemons, actors, environment workers and trackers ignore it. Either way no process is left
 on this machine: after the second signal the run waits for nothing, and its reaper (`cluster.reaper`) kills the
-processes that it started. Only the trackers' process goes on until it has sent what is recorded (`trackers.process`).
+processes that it started. Only the process of the trackers continues until it has sent what is recorded
+(`trackers.process`).
 """
 
 import asyncio

@@ -50,7 +50,7 @@ class LoadedEnvironments:
         self._agents = [each.inner for each in environments if each.inner is not None and is_agent(each.inner)]
         self._endpoint: Endpoint | None = None
         if self._agents:
-            from telescope.rollout.endpoint import Endpoint  # aiohttp's server: 4 MiB, which only agents need
+            from telescope.rollout.endpoint import Endpoint  # 4 MiB of aiohttp's server, which only agents need
 
             paths = {each.renderer.spec.tokenizer_path for each in environments if each.renderer is not None}
             self._endpoint = Endpoint([MODEL, *paths])

@@ -88,7 +88,8 @@ class UserThread:
 
     async def call(self, function: Callable[[], R], label: str) -> R:
         """Runs a synchronous function in the thread of user code. Raises the same errors as `run`."""
-        loop, began_at = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        began_at: float | None = None
 
         def run() -> R:
             nonlocal began_at
@@ -100,7 +101,8 @@ class UserThread:
                     os._exit(1)  # a copy forked by user code
 
         while True:
-            running, left = loop.run_in_executor(self._thread, copy_context().run, run), self._timeout
+            running = loop.run_in_executor(self._thread, copy_context().run, run)
+            left = self._timeout  # from the start of the function, which may wait in the queue of the thread
             while left > 0 and not running.done():
                 await asyncio.wait({running}, timeout=left)
                 left = self._timeout if began_at is None else began_at + self._timeout - loop.time()

@@ -130,7 +130,8 @@ class TrackerProcess:
         self._files.logs.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # After a kill of the driver, the reaper leaves it to send what is recorded, but removes the run's TMPDIR.
+        # Without the mark, the reaper of a killed driver lets this process send what is recorded. The reaper removes
+        # the run's TMPDIR, so this process uses the folder above.
         if temporary := environment.pop(MARK_VARIABLE, None):
             environment["TMPDIR"] = str(Path(temporary).parent)
         # Ctrl-C and a scheduler's SIGTERM must only reach the run, which then closes this process.

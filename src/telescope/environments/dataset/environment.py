@@ -100,7 +100,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             raise UserError(f"dataset: reward is {reward!r} and pattern is {pattern!r}; reward: regex needs a pattern.")
         self.compares = named[0] if named else None
         weights = reward if isinstance(reward, dict) else dict.fromkeys(rewards, 1.0)
-        self._weights = {"correct" if n == self.compares else n.rpartition(":")[2]: w for n, w in weights.items()}
+        self._weights = {
+            "correct" if name == self.compares else name.rpartition(":")[2]: weight for name, weight in weights.items()
+        }  # by metric
         try:
             self.pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
@@ -208,8 +210,10 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
-        terms = [(w, (self.compares or name) if name == "correct" else name) for name, w in self._weights.items()]
-        rewards = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
+        terms = {
+            (self.compares or name) if name == "correct" else name: weight for name, weight in self._weights.items()
+        }
+        rewards = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for name, weight in terms.items())
         if self._judges:
             columns_used += f", criteria {'in ' if self._criteria_column else ''}{self.criteria!r}"
         columns_used += f", reward {rewards}."

@@ -106,8 +106,8 @@ def _read_task(folder: Path) -> Task:
 
 
 def _stays_inside(path: Path, folder: Path) -> bool:
-    """Returns whether a path leads to a file of the folder, or of its repository in the cache of the hub."""
-    folder = folder.resolve()  # files of the cache are links to `blobs`, beside `snapshots`
+    """Returns whether a path leads into the folder, or into its repository if the folder is in the hub's cache."""
+    folder = folder.resolve()  # files in the cache are links from `snapshots` to `blobs` beside it
     cached = (place for place in folder.parents if re.match("(datasets|models|spaces)--", place.name))
     return path.resolve().is_relative_to(next(cached, folder))
 
