@@ -5,8 +5,6 @@ Environments of users import the classes from `environments.base`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,18 +112,6 @@ class RolloutState:
     def get_full_logprobs(self) -> list[float]:
         """Returns the logprobs of all completions in order, one per completion id if they were requested."""
         return [logprob for step in self.trajectory for logprob in step.completion_logprobs]
-
-
-def sample_uid(sample: Sample) -> str:
-    """Returns the identity of a dataset item.
-
-    It is 16 hex digits over prompt, answer and metadata. It does not depend on the environment's name or the position
-    in the dataset, so an evaluation item is recognized in a training set of another name.
-    """
-    metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
-    content = [sample.prompt, sample.answer, metadata]
-    text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def conversation(state: RolloutState) -> list[ChatMessage]:

@@ -6,6 +6,7 @@ that names the field.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.judge import USAGE
-from telescope.environments.records import ChatMessage, EvalMetricsResult, RewardResult
+from telescope.environments.records import ENV_NAME_KEY, ChatMessage, EvalMetricsResult, RewardResult, Sample
 
 LARGEST_NUMBER = 1e30
 """Largest reward or metric. Its square is finite in float64; advantages and their sum over a batch are finite in
@@ -159,3 +160,15 @@ def check_verdict(verdict: Any) -> tuple[bool, str | None]:
     if not isinstance(done, bool | np.bool_):  # a number or a text may be truthy by accident
         raise MalformedResultError(f"is_done returned {_shown(verdict)}, not a pair of a bool and a reason")
     return bool(done), None if reason is None else _text(reason)
+
+
+def sample_uid(sample: Sample) -> str:
+    """Returns the identity of a dataset item.
+
+    It is 16 hex digits over prompt, answer and metadata. It does not depend on the environment's name or the position
+    in the dataset, so an evaluation item is recognized in a training set of another name.
+    """
+    metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
+    content = [sample.prompt, sample.answer, metadata]
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -29,8 +29,8 @@ from telescope.environments.base import (
 )
 from telescope.environments.golds import report_golds
 from telescope.environments.parsers import opening_tag
-from telescope.environments.records import assistant_message, sample_uid
-from telescope.environments.serialization import as_json, serialize_messages
+from telescope.environments.records import assistant_message
+from telescope.environments.serialization import as_json, sample_uid, serialize_messages
 from telescope.environments.types import (
     FINGERPRINT_DIGITS,
     EnvironmentInfo,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from telescope.environments.records import sample_uid
+from telescope.environments.serialization import sample_uid
 from telescope.environments.types import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import eval_spec

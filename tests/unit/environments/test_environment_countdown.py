@@ -10,7 +10,7 @@ from tests.unit.environments.fake_hub import serve_rows
 from telescope.environments.base import Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse
-from telescope.environments.records import sample_uid
+from telescope.environments.serialization import sample_uid
 from telescope.errors import UnreachableError, UserError
 
 SMALL = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "max_target": 27}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample
-from telescope.environments.records import sample_uid
 from telescope.environments.serialization import (
     LARGEST_NUMBER,
     MalformedResultError,
     check_verdict,
+    sample_uid,
     serialize_messages,
     serialize_score,
     serialize_tool_records,

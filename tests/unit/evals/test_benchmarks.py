@@ -65,7 +65,7 @@ def test_the_hubs_rows_become_the_items(monkeypatch, name, requested):
 
 
 def test_an_item_of_math500_is_the_same_as_in_hendrycks_math(monkeypatch):
-    from telescope.environments.records import sample_uid
+    from telescope.environments.serialization import sample_uid
 
     rows = {
         "math500": {"problem": "1 + 1?", "answer": "2", "subject": "Algebra", "level": 1, "solution": "..."},

@@ -16,7 +16,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import load_resumed_config
 from telescope.config.model_source import read_meta_files
 from telescope.environments.base import Sample
-from telescope.environments.records import sample_uid
+from telescope.environments.serialization import sample_uid
 from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo
 from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
