@@ -96,10 +96,11 @@ class Answer:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": call.raw_text if call.error else json.dumps(call.arguments, ensure_ascii=False),
+                    "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
                 },
             }
             for index, call in enumerate(self.tool_calls)
+            for given in [call.raw_text if call.error else call.arguments]
         ]
 
 

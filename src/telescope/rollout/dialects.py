@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from telescope.environments.context import Answer, Call
-from telescope.environments.records import ChatMessage
-from telescope.rollout.messages import message_of, parsed, text_of, tool_call
+from telescope.rollout.messages import UNREADABLE, message_of, parsed, text_of, tool_call
 
 Body = dict[str, Any]
 
@@ -22,8 +21,6 @@ PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalt
              "repetition_penalty", "tool_choice", "chat_template_kwargs")  # fmt: skip
 """Parameters that are accepted, ignored and counted: the run's are used, and a tool call cannot be forced."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
-UNREADABLE = "unreadable_arguments"
-"""Key in Anthropic's `input`, which must be an object, for arguments that are no object."""
 
 
 class Refusal(Exception):
@@ -278,9 +275,7 @@ class Messages:
                 result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content")}
                 yield message_of(result)
             elif block["type"] == "tool_use":
-                given = block["input"]
-                given = given[UNREADABLE] if given.keys() == {UNREADABLE} else given
-                calls.append(tool_call(block["id"], block["name"], given))
+                calls.append(tool_call(block["id"], block["name"], block["input"]))
             elif block["type"] == "thinking":
                 reasoning.append(block["thinking"])
             elif block["type"] != "redacted_thinking":

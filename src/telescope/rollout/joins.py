@@ -167,4 +167,6 @@ class Joins:
 
 def _identity(message: ChatMessage) -> Identity:
     calls = message.get("tool_calls")
+    if calls:  # JavaScript has one type of number, so agents send 1.0 back as 1, and JSON has null for NaN
+        calls = json.loads(json.dumps(calls), parse_int=float, parse_constant=lambda name: None)
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""

@@ -15,6 +15,8 @@ from telescope.errors import UserError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+UNREADABLE = "INVALID_JSON"
+"""Key for arguments of a tool call that are no object, where they must be one. Pydantic AI uses it, too."""
 
 
 def message_of(message: Mapping[str, Any]) -> ChatMessage:
@@ -38,13 +40,18 @@ def tool_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def parsed(arguments: Any) -> Any:
-    """Returns the JSON value in the arguments of a tool call, also if it is encoded twice.
+    """Returns the JSON value in the arguments of a tool call, also if it is encoded twice, or under `UNREADABLE`.
 
     Text that is not JSON is returned as it is. Parsing a result again does not change it.
     """
     with contextlib.suppress(ValueError, RecursionError):
-        while isinstance(arguments, str) and arguments:
-            arguments = json.loads(arguments)
+        while arguments:
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            elif isinstance(arguments, dict) and arguments.keys() == {UNREADABLE}:
+                arguments = arguments[UNREADABLE]
+            else:
+                break
     return arguments or {}
 
 

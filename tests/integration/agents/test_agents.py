@@ -77,14 +77,21 @@ async def test_calls_that_extend_each_other_are_one_sequence_without_a_fork(benc
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("written", "sent"), [("null", "{}"), (json.dumps('{"a": 1}'), '{"a": 1}'), ('"a"', '"a"')])
-async def test_arguments_in_another_encoding_do_not_fork_the_conversation(bench: Any, written: str, sent: str) -> None:
+@pytest.mark.parametrize(("written", "sent", "returned"), [
+    ("null", "{}", "{}"), (json.dumps('{"a": 1}'), '{"a": 1}', '{"a": 1}'), ('"a"', "a", "a"),
+    ("[1]", "[1]", '{"INVALID_JSON": "[1]"}'), ('"a"', "a", '{"INVALID_JSON": "a"}'),  # as Pydantic AI returns them
+    ('{"a": 1.0, "b": 1e2, "c": NaN}', '{"a": 1.0, "b": 100.0, "c": NaN}', '{"a":1,"b":100,"c":null}'),  # JavaScript
+])  # fmt: skip
+async def test_arguments_in_another_encoding_do_not_fork_the_conversation(
+    bench: Any, written: str, sent: str, returned: str
+) -> None:
     class Caller(Agent):
         async def rollout(self, sample: Sample, context: Any) -> RewardResult:
             history: list[Any] = [{"role": "user", "content": sample.prompt}]
             create = context.openai().chat.completions.create
             message = (await create(model="policy", messages=history, tools=[ADD])).choices[0].message
             assert [call.function.arguments for call in message.tool_calls] == [sent]
+            message.tool_calls[0].function.arguments = returned
             history += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}]
             await create(model="policy", messages=history, tools=[ADD])
             return RewardResult(1.0)
