@@ -122,12 +122,13 @@ class ChatCompletions:
 
 
 class Responses:
-    """Implements `POST /v1/responses` of one rollout. Keeps its conversations for `previous_response_id`."""
+    """Implements `POST /v1/responses` of one rollout. Keeps conversations and items, to which ids may refer."""
 
     end = b""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[ChatMessage]] = {}
+        self._items: dict[str, Body] = {}
 
     def read(self, body: Body) -> Call:
         _accept_only(body, background=(False,), conversation=(), prompt=(), top_logprobs=(0,))
@@ -149,6 +150,10 @@ class Responses:
         messages: list[ChatMessage] = []
         last: ChatMessage | None = None  # the model's message, to which the next item may belong
         for item in items:
+            if item.get("type") == "item_reference":
+                if item["id"] not in self._items:
+                    raise Refusal(f"Item with id '{item['id']}' not found.", param="input")
+                item = self._items[item["id"]]
             kind = item.get("type", "message")
             if kind == "function_call_output":
                 message = message_of({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
@@ -195,6 +200,8 @@ class Responses:
         for index, tool in enumerate(answer.openai_tool_calls):
             item = {"type": "function_call", "id": f"fc_{answer.id}_{index}", "call_id": tool["id"]}
             output.append({**item, **tool["function"]})
+        if body.get("store") is not False:
+            self._items |= {item["id"]: item for item in output}
         usage: Body = _usage_of(answer, "input_tokens", "output_tokens")
         usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
         usage["output_tokens_details"] = {"reasoning_tokens": 0}

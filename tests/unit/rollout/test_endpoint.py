@@ -159,6 +159,18 @@ async def responses_by_id(policy: Policy, stream: bool) -> None:
     await ask_responses(policy, stream, input=outputs(first), previous_response_id=first["id"], **options)
 
 
+async def responses_by_reference(policy: Policy, stream: bool) -> None:
+    """As the AI SDK of Vercel does: text and reasoning by their ids, calls in full."""
+    options = {"tools": [response_tool()], "max_output_tokens": 50, "instructions": "Be brief."}
+    first = await ask_responses(policy, stream, **options)
+    items = [
+        item if item["type"] == "function_call" else {"type": "item_reference", "id": item["id"]}
+        for item in first["output"]
+    ]
+    items = [{"role": "user", "content": USER["content"]}, *items, *outputs(first)]
+    await ask_responses(policy, stream, input=items, **options)
+
+
 async def messages_turns(policy: Policy, stream: bool) -> None:
     tool = {"name": "weather", "description": "Now", "input_schema": PARAMETERS}
     options = {"tools": [tool], "system": [{"type": "text", "text": "Be brief."}], "stop_sequences": ["END"]}
@@ -174,7 +186,9 @@ async def messages_turns(policy: Policy, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("turns", [chat_turns, responses_turns, responses_by_id, messages_turns])
+@pytest.mark.parametrize(
+    "turns", [chat_turns, responses_turns, responses_by_id, responses_by_reference, messages_turns]
+)
 async def test_a_history_is_the_same_call_in_every_dialect(policy, turns, stream):
     await turns(policy, stream)
     first, second = policy.calls
@@ -197,7 +211,7 @@ async def test_a_history_is_the_same_call_in_every_dialect(policy, turns, stream
     assert message_of(ANSWER.message) == second.messages[2]
     function = {"name": "weather", "description": "Now", "parameters": PARAMETERS}
     assert first.tools == [{"type": "function", "function": function}]
-    stop = {} if turns in (responses_turns, responses_by_id) else {"stop": ["END"]}
+    stop = {"stop": ["END"]} if turns in (chat_turns, messages_turns) else {}
     assert first.sampling == {"max_tokens": 50, **stop}
 
 
@@ -286,9 +300,9 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
 REFUSED = {
     "n": ("chat/completions", {"n": 4}, "'n' does not support 4"),
     "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
-    "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
     "form": ("chat/completions", {"guided_json": {"type": "object"}}, "'guided_json'"),
     "prefix": ("chat/completions", {"continue_final_message": True}, "'continue_final_message'"),
+    "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
@@ -300,7 +314,8 @@ REFUSED = {
     "background": ("responses", {"background": True}, "'background'"),
     "format": ("responses", {"text": {"format": SCHEMA}}, "'format'"),
     "search": ("responses", {"tools": [{"type": "web_search"}]}, "'type' does not support"),
-    "item": ("responses", {"input": [{"type": "item_reference", "id": "1"}]}, "'item_reference'"),
+    "item": ("responses", {"input": [{"type": "item_reference", "id": "1"}]}, "'1' not found"),
+    "file": ("responses", {"input": [{"type": "input_file"}]}, "'input_file'"),
     "input image": ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only"),
     "previous": ("responses", {"previous_response_id": "resp_9"}, "'resp_9' not found"),
     "server tool": ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'type' does not support"),
