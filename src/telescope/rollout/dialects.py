@@ -18,9 +18,9 @@ from telescope.rollout.messages import UNREADABLE, message_of, parsed, text_of, 
 Body = dict[str, Any]
 
 PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
-             "repetition_penalty", "tool_choice", "chat_template_kwargs")  # fmt: skip
-"""Parameters that are accepted, ignored and counted: the run's are used, and a tool call cannot be forced."""
-_CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"})
+             "repetition_penalty", "tool_choice", "response_format", "chat_template_kwargs")  # fmt: skip
+"""Parameters that are accepted, ignored and counted: the run's are used, and no tool call or format can be forced."""
+_CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
 
 
 class Refusal(Exception):
@@ -86,9 +86,9 @@ class ChatCompletions:
 
     def read(self, body: Body) -> Call:
         _accept_only(
-            body, n=(1,), logit_bias=({},), response_format=({"type": "text"},), functions=([],), function_call=(),
-            audio=(), modalities=(["text"],), web_search_options=(), top_logprobs=(0,), structured_outputs=(),
-            guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(), continue_final_message=(False,),
+            body, n=(1,), logit_bias=({},), functions=([],), function_call=(), audio=(), modalities=(["text"],),
+            web_search_options=(), top_logprobs=(0,), structured_outputs=(), guided_json=(),
+            guided_regex=(), guided_choice=(), guided_grammar=(), continue_final_message=(False,),
         )  # fmt: skip
         if not isinstance(body.get("stream_options"), dict | None):
             raise Refusal("Invalid type for 'stream_options': expected an object.", param="stream_options")
@@ -132,7 +132,6 @@ class Responses:
 
     def read(self, body: Body) -> Call:
         _accept_only(body, background=(False,), conversation=(), prompt=(), top_logprobs=(0,))
-        _accept_only(body.get("text") or {}, format=({"type": "text"},))
         messages: list[ChatMessage] = []
         if instructions := body.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions)})
@@ -143,7 +142,8 @@ class Responses:
             messages += self._kept[previous]
         items = body["input"]
         messages += self._messages_of([{"role": "user", "content": items}] if isinstance(items, str) else items)
-        return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(body, "max_output_tokens"))
+        given = {**body, "response_format": (body.get("text") or {}).get("format")}
+        return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(given, "max_output_tokens"))
 
     def _messages_of(self, items: list[Body]) -> list[ChatMessage]:
         """Returns input items as messages. Consecutive reasoning, text and calls become one message."""
@@ -259,7 +259,6 @@ class Messages:
         if body.get("thread"):  # the SDK then sends the whole history
             raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
         _accept_only(body, container=(), mcp_servers=([],), compaction=())
-        _accept_only(body.get("output_config") or {}, format=())
         messages: list[ChatMessage] = []
         if system := text_of(body.get("system")):
             messages.append({"role": "system", "content": system})
@@ -267,7 +266,8 @@ class Messages:
             messages += self._messages_of(message["role"], message["content"])
         if messages and messages[-1]["role"] == "assistant":
             raise Refusal("This model does not support assistant message prefill. End with a user message.")
-        sampling = sampling_of(body, "max_tokens", stop="stop_sequences")
+        given = {**body, "response_format": (body.get("output_config") or {}).get("format")}
+        sampling = sampling_of(given, "max_tokens", stop="stop_sequences")
         return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
 
     def _messages_of(self, role: str, content: Any) -> Iterator[ChatMessage]:

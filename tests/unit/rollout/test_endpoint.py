@@ -302,7 +302,6 @@ REFUSED = {
     "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
     "form": ("chat/completions", {"guided_json": {"type": "object"}}, "'guided_json'"),
     "prefix": ("chat/completions", {"continue_final_message": True}, "'continue_final_message'"),
-    "schema": ("chat/completions", {"response_format": SCHEMA}, "'response_format'"),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
     "no messages": ("chat/completions", {"messages": None}, "Invalid type"),
@@ -312,7 +311,6 @@ REFUSED = {
     "limit": ("chat/completions", {"max_tokens": 0}, "expected a positive integer"),
     "stop": ("chat/completions", {"stop": [""]}, "'stop'"),
     "background": ("responses", {"background": True}, "'background'"),
-    "format": ("responses", {"text": {"format": SCHEMA}}, "'format'"),
     "search": ("responses", {"tools": [{"type": "web_search"}]}, "'type' does not support"),
     "item": ("responses", {"input": [{"type": "item_reference", "id": "1"}]}, "'1' not found"),
     "file": ("responses", {"input": [{"type": "input_file"}]}, "'input_file'"),
@@ -347,6 +345,15 @@ async def test_harmless_fields_are_accepted(policy):
         assert (await policy.post(body=body))[0] == 200
     assert [call.tools for call in policy.calls] == [[tool], [], [tool]]
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
+
+
+@pytest.mark.parametrize(("route", "fields"), [
+    ("chat/completions", {"response_format": SCHEMA}), ("responses", {"text": {"format": SCHEMA}}),
+    ("messages", {"output_config": {"format": SCHEMA}}),
+])  # fmt: skip
+async def test_a_schema_of_the_answer_is_accepted_but_not_forced(policy, route, fields):
+    assert (await policy.post(route, {"messages": [USER], "input": "Hi", **fields}))[0] == 200
+    assert policy.calls[0].sampling == {"response_format": SCHEMA}
 
 
 async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy):
