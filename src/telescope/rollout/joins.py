@@ -93,7 +93,7 @@ class Joins:
             raise UserError("it has no messages")
         tools = [dict(tool) for tool in call.tools]
         of_chat, key = self._roots.setdefault(call.chat, {}), json.dumps(tools, sort_keys=True)
-        messages = template_messages(call.messages)
+        messages = self._messages(call)
         path = [_identity(message) for message in messages]
         node = of_chat.setdefault(key, _Node())
         parent, depth, matched = None, 0, 0
@@ -129,7 +129,15 @@ class Joins:
     def count(self, call: Call) -> int:
         """Returns the number of tokens of a call's messages, rendered from the start. Records nothing."""
         dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
-        return len(dialogue.begin(template_messages(call.messages)))
+        return len(dialogue.begin(self._messages(call)))
+
+    def _messages(self, call: Call) -> list[ChatMessage]:
+        """Returns the messages for the template. If it shows no later system messages, they become the user's."""
+        messages = template_messages(call.messages)
+        for message in messages[1:]:
+            if message["role"] == "system" and not self._renderer.shows_later_system_messages:
+                message["role"] = "user"
+        return messages
 
     def record(
         self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool

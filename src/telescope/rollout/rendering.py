@@ -46,7 +46,7 @@ from telescope.environments.serialization import serialize_messages
 from telescope.environments.tool_template import with_channels_as_fields
 from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
-from telescope.rollout.stops import ANSWER, find_stops
+from telescope.rollout.stops import ANSWER, QUESTION, REPLY, find_stops
 from telescope.rollout.tool_results import ToolResults
 
 if TYPE_CHECKING:
@@ -128,6 +128,14 @@ class Renderer:
     def longest_token(self) -> int:
         """Returns the length of the longest token in characters. A text has at least its length over this in tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def shows_later_system_messages(self) -> bool:
+        """Returns whether the chat template shows a system message that is not the first message."""
+        try:
+            return REPLY in self.chat_text([QUESTION, {"role": "system", "content": REPLY}, QUESTION])
+        except Exception:  # a template is a program and may raise anything
+            return False
 
     def has_embedding(self, token_id: int) -> bool:
         """Returns whether the model has the token. True if the model's vocabulary is unknown."""

@@ -103,6 +103,42 @@ async def test_arguments_in_another_encoding_do_not_fork_the_conversation(
     sampled_once(sample, made.policy)
 
 
+class Reminded(Agent):
+    """Sends system messages where coding agents do: at the start, after the user's message, and after a result."""
+
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        system = {"role": "system", "content": "Be brief."}
+        history: list[Any] = [
+            system,
+            {**system, "role": "developer"},
+            {"role": "user", "content": sample.prompt},
+            system,
+        ]
+        answer = await context.generate(history)
+        await context.generate([*history, answer.message, system, {"role": "user", "content": "Sure?"}])
+        return RewardResult(1.0)
+
+
+STRICT = "{% if loop.index0 and m.role == 'system' %}{{ raise_exception('system first') }}{% endif %}"
+
+
+@pytest.mark.parametrize(("rule", "role"), [("", "system"), (STRICT, "user")])
+async def test_a_template_that_refuses_later_system_messages_shows_them_as_the_users(
+    bench: Any, rule: str, role: str
+) -> None:
+    made = await bench(Reminded, ["4", "Yes."])
+    tokenizer = made.policy.renderer.tokenizer
+    loop = "{% for m in messages %}"
+    assert loop in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(loop, loop + rule)
+    sample = await made.run()
+    assert sample.failure_message is None
+    assert [(turn.parent, turn.divergence) for turn in sample.turns] == [(None, None), (0, None)]
+    assert [shown for shown, *_ in sample.turns[0].replies] == ["system", role, "user", role]
+    assert [shown for shown, *_ in sample.turns[1].replies] == [role, "user"]
+    sampled_once(sample, made.policy)
+
+
 class Branches(Agent):
     async def rollout(self, sample: Sample, context: Any) -> RewardResult:
         start = [{"role": "user", "content": sample.prompt}]
