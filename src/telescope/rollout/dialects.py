@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from telescope.environments.context import Answer, Call
+from telescope.environments.records import ChatMessage
 from telescope.rollout.messages import UNREADABLE, message_of, parsed, text_of, tool_call
 
 Body = dict[str, Any]
