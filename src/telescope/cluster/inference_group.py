@@ -4,6 +4,7 @@ Owns the addresses and the run's secret. `orchestrator.servers` tracks which ser
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,10 @@ class ActorHandle:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
                 return await answer(self.actor.status.remote(), f"status of server {self.index}")
         except TimeoutError:
-            lost = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]}
+            nodes: list[dict[str, Any]] = []
+            with suppress(TimeoutError):  # the head may be lost, too
+                nodes = await asyncio.wait_for(asyncio.to_thread(ray.nodes), ANSWER_TIMEOUT_SECONDS)
+            lost = {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if not node["Alive"]}
             why = f": its node {lost[self.node_id]} is lost" if self.node_id in lost else ""
             raise DeadlineExceeded(
                 f"the actor of inference server {self.index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s{why}"

@@ -293,7 +293,8 @@ def zero_advantage(history: History) -> Finding | None:
     norms = history.last(GRAD_NORM)
     if len(norms) >= WINDOW // 2 and statistics.median(norms) == 0:  # with discard_group_zero_advantage: false
         return Finding(
-            "zero_advantage", "equal rewards", "The gradient is zero: the trained groups have equal rewards.",
+            "zero_advantage", "equal rewards",
+            "The gradient is zero: the trained groups have equal rewards, or masks of the loss leave nothing.",
             "Read the newest answers. If they are broken, continue from an earlier checkpoint with a lower "
             f"learning_rate; otherwise use {task} prompts, or raise group_size.", (GRAD_NORM, REWARD),
         )  # fmt: skip
