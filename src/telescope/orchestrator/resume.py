@@ -214,10 +214,9 @@ def without_open_prompts(state: RunState) -> RunState:
 
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
     """Compares sizes, tokenizer and base weights of model and checkpoint, as far as they are known."""
+    # Otherwise a damaged file would be taken for another model or tokenizer.
     digests = {name: digest for name, digest in checkpoint.meta.get("files", {}).items() if name.startswith(HF_META)}
-    refuse_damage(
-        checkpoint.path, {**checkpoint.meta, "files": digests}
-    )  # or damage is taken for another model or tokenizer
+    refuse_damage(checkpoint.path, {**checkpoint.meta, "files": digests})
     if base := checkpoint.meta.get("base"):
         check_base(model_folder(config.model), base, checkpoint.path)
     saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape
