@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from tests.browser import DashboardProcess
 from tests.pages.conftest import NUM_STEPS
 from tests.pages.page_text import numbers
@@ -193,6 +193,17 @@ def test_infra_charts_end_with_the_last_readings_and_zoom(visitor: Visit, runs: 
     page.wait_for_url("**t=*")
     plot.dblclick()
     page.wait_for_url(lambda address: "t=" not in address)
+
+
+def test_times_are_since_the_start_of_the_run_also_if_it_is_known_last(visitor: Visit):
+    held: list[Route] = []
+    visitor.page.route(re.compile(r"/runs/[^/?]+(\?.*)?$"), lambda route: held.append(route))
+    visitor.page.goto(f"{visitor.address}/#/first/infra?step=6")
+    tag = figure(visitor.page, "CPU").locator(".tag")
+    expect(tag).to_have_text(re.compile(r"^\d{5,}:"))  # since 1970
+    for route in held:
+        route.continue_()
+    expect(tag).to_have_text(re.compile(r"^\d{1,2}[:.]"))
 
 
 def test_the_range_of_steps_is_that_of_the_log(visitor: Visit, runs: Path):
