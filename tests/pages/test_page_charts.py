@@ -200,7 +200,7 @@ def test_times_are_since_the_start_of_the_run_also_if_it_is_known_last(visitor: 
     visitor.page.route(re.compile(r"/runs/[^/?]+(\?.*)?$"), lambda route: held.append(route))
     visitor.page.goto(f"{visitor.address}/#/first/infra?step=6")
     tag = figure(visitor.page, "CPU").locator(".tag")
-    expect(tag).to_have_text(re.compile(r"^\d{5,}:"))  # since 1970
+    expect(tag).to_have_text(re.compile(r"^\d{5,}:"))  # since 1970: the charts are drawn already
     for route in held:
         route.continue_()
     expect(tag).to_have_text(re.compile(r"^\d{1,2}[:.]"))

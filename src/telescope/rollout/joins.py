@@ -34,6 +34,11 @@ RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "too
 Identity = tuple[str, str, str]
 """Identifies a message in any form in which an SDK sends it: role, text, and tool calls as JSON."""
 
+_ENCODER = json.JSONEncoder(sort_keys=True)
+_DECODER = json.JSONDecoder(parse_int=float, parse_constant=lambda name: None)
+"""JavaScript has one type of number, so agents send 1.0 back as 1, and JSON has null for NaN. Made once, because every
+call identifies its whole history."""
+
 
 @dataclass(slots=True, eq=False)
 class _Node:
@@ -175,6 +180,5 @@ class Joins:
 
 def _identity(message: ChatMessage) -> Identity:
     calls = message.get("tool_calls")
-    if calls:  # JavaScript has one type of number, so agents send 1.0 back as 1, and JSON has null for NaN
-        calls = json.loads(json.dumps(calls), parse_int=float, parse_constant=lambda name: None)
-    return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True) if calls else ""
+    written = _ENCODER.encode(_DECODER.decode(_ENCODER.encode(calls))) if calls else ""
+    return message["role"], message["content"].strip(), written

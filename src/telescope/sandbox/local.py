@@ -25,6 +25,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
 from telescope.sandbox.base import (
@@ -211,7 +213,7 @@ class LocalSandboxProvider(SandboxProvider):
             )
         if config.gpu_count or config.extra.get("network"):
             raise UserError("a local sandbox has no GPU and no network: name another provider for gpu_count or network")
-        machine_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+        machine_mb = psutil.virtual_memory().total // 2**20
         if config.memory_mb > machine_mb:
             raise UserError(
                 f"memory_mb={config.memory_mb} of a local sandbox is above this machine's {machine_mb}: lower it"
