@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals over a sample's turns."""
+    """Totals over a sample's turns. `longest_answer` and `finish_reason` leave out judge calls and simulated users."""
 
     num_turns: int
     num_prompt_tokens: int
@@ -182,14 +182,15 @@ class Trajectory:
             environment += max(added - before if turn.parent is None else added, 0) if index else 0
             before = (0 if turn.parent is None else lengths[turn.parent]) + added + sampled[index]
             lengths.append(before)
-        versions = [span[0] for turn in self.turns if turn.trained for span in turn.generation.version_spans]
+        answers = self.answers
+        versions = [span[0] for turn in answers if turn.trained for span in turn.generation.version_spans]
         return Totals(
             num_turns=len(self.turns),
             num_prompt_tokens=len(self.turns[0].added_token_ids) if self.turns else 0,
             num_completion_tokens=sum(sampled),
             num_environment_tokens=environment,
-            longest_answer=max(sampled, default=0),
-            finish_reason=self.turns[-1].generation.finish_reason if self.turns else "",
+            longest_answer=max((len(turn.generation.token_ids_N) for turn in answers), default=0),
+            finish_reason=answers[-1].generation.finish_reason if answers else "",
             version_range=(min(versions), max(versions)) if versions else (-1, -1),
             divergences=Counter(turn.divergence for turn in self.turns if turn.divergence is not None),
         )
@@ -241,8 +242,13 @@ class Trajectory:
         return self.totals.version_range
 
     @property
+    def answers(self) -> list[Turn]:
+        """Returns the turns that are trained, or all if none is. Filters and penalties judge only these."""
+        return [turn for turn in self.turns if turn.trained] or self.turns
+
+    @property
     def completion_text(self) -> str:
-        return "\n".join(turn.text for turn in self.turns)
+        return "\n".join(turn.text for turn in self.answers)
 
     def sequences(self) -> list[TrainSample]:
         """Returns its token sequences in order, one for each turn that no other extends.

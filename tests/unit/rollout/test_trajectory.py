@@ -66,6 +66,17 @@ def test_the_stop_reason_is_that_of_the_last_turn():
     assert trajectory([]).stop_reason == ""
 
 
+def test_answers_that_are_not_trained_do_not_decide_how_the_sample_ended_or_how_long_it_was():
+    sample = trajectory([([1], [2, 3])])
+    sample.turns[0].text = "The answer is 4."
+    verdict = Turn([1], generation([4] * 9, finish_reason="length"), text="yes " * 9, chat="judge", trained=False)
+    sample.turns.append(verdict)
+    assert (sample.stop_reason, sample.totals.longest_answer, sample.num_completion_tokens) == ("stop", 2, 11)
+    assert sample.completion_text == "The answer is 4."
+    sample.turns = [verdict]
+    assert (sample.stop_reason, sample.totals.longest_answer) == ("length", 9)
+
+
 def test_each_token_keeps_the_routes_under_which_its_successor_was_sampled():
     sample = trajectory([([1, 2], [10, 11]), ([3], [12, 13])])
 
