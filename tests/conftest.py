@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from telescope.config import machine
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -34,6 +36,12 @@ LONGEST = ("e2e/stack", "integration/weights", "e2e/test_a_whole_run.py", "e2e/t
 def temporary_base(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Makes pytest's temporary folder now: in the middle of a run it would be made in the run's, and end with it."""
     tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_ports() -> None:
+    """Lets each process of pytest choose ports as if it were alone, so that plans do not depend on the others."""
+    machine.CHOSEN_PORTS += f"/{os.getpid()}"
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest itself then groups them by their servers

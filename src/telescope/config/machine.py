@@ -169,7 +169,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
             f"inference_host is {host!r}, but no server can listen there ({problem}). Give an address of this machine"
         )
     base = port - server
-    free = free_block(host, num_servers, base)
+    free = free_block(host, num_servers, base + 100)
     suggestion = f"for example to {free}" if free else "to a free one"
     return (
         f"inference_base_port is {base}, but port {port}, which server {server} would listen on, is in use. Stop the "
@@ -177,15 +177,36 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
     )
 
 
-def free_block(host: str, count: int, above: int) -> int | None:
-    """Returns the first of `count` free ports above `above`. The steps are 100."""
-    for step in range(1, PORTS_TO_TRY + 1):
-        base = above + 100 * step
-        if base + count - 1 > 65535:
-            return None
-        if all(listen_problem(host, port) is None for port in range(base, base + count)):
+CHOSEN_PORTS = "\0telescope/chosen-ports"
+_chosen: dict[int, socket.socket] = {}
+"""Reservations of the blocks of ports that this process chose, by their first port."""
+
+
+def free_block(host: str, count: int, first: int, *, choose: bool = False) -> int | None:
+    """Returns the first of `count` free ports, from `first` on in steps of 100.
+
+    With `choose`, skips blocks that other processes have chosen, and chooses it until this process ends: of runs that
+    start at once, each has its own. None without a free block.
+    """
+    for base in range(first, min(first + 100 * PORTS_TO_TRY, 65537 - count), 100):
+        if all(listen_problem(host, port) is None for port in range(base, base + count)) and (
+            not choose or _choose(base)
+        ):
             return base
     return None
+
+
+def _choose(base: int) -> bool:
+    """Chooses a block of ports. Returns False if another process has it."""
+    if base not in _chosen:
+        hold = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            hold.bind(f"{CHOSEN_PORTS}/{base}")
+        except OSError:
+            hold.close()
+            return False
+        _chosen[base] = hold
+    return True
 
 
 def existing_parent(path: Path) -> Path:

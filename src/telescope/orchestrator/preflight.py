@@ -27,7 +27,6 @@ from telescope.config.machine import (
     SHARED_MEMORY,
     existing_parent,
     free_block,
-    listen_problem,
     local_resources,
     ray_cluster_is_configured,
     require_port,
@@ -146,8 +145,9 @@ def fit_to_machine(config: TelescopeConfig, *, with_trainer: bool = True) -> tup
     most, port, servers = _most_prompts(config), config.inference_base_port, config.num_inference_servers
     if most is not None:
         values["max_concurrent_prompts_per_server"] = most
-    if any(listen_problem(LOOPBACK, port + server) for server in range(servers)):
-        values["inference_base_port"] = free_block(LOOPBACK, servers, port) or port
+    if "inference_base_port" not in config.user_set:
+        free = free_block(LOOPBACK, servers, port, choose=True)
+        values |= {} if free in (None, port) else {"inference_base_port": free}
     values = {name: value for name, value in values.items() if name not in config.user_set}
     if not values:
         return config, []

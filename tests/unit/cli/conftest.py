@@ -38,7 +38,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("telescope.config.remarks.cpu_flags", frozenset)
     monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
     monkeypatch.setattr(preflight, "require_port", lambda host, port, **server: None)
-    monkeypatch.setattr(preflight, "listen_problem", lambda host, port: None)
+    monkeypatch.setattr("telescope.config.machine.listen_problem", lambda host, port: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 

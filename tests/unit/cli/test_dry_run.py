@@ -119,8 +119,7 @@ def test_a_default_that_is_written_out_is_adjusted_like_a_default(dry_run, tmp_p
 
 
 def test_a_default_port_in_use_is_changed(dry_run, monkeypatch):
-    monkeypatch.setattr(preflight, "listen_problem", lambda host, port: machine.IN_USE if port == 8101 else None)
-    monkeypatch.setattr(preflight, "free_block", lambda host, count, above: above + 100)
+    monkeypatch.setattr(machine, "listen_problem", lambda host, port: machine.IN_USE if port == 8101 else None)
     assert f"{FITTED}inference_base_port 8100 -> 8200." in dry_run(**HERE)[0]
     assert FITTED not in dry_run(**HERE, inference_base_port=8101)[0]
 

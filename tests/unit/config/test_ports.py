@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from telescope.config.machine import hold_port, listen_problem, require_port
+from telescope.config.machine import free_block, hold_port, listen_problem, require_port
 from telescope.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -97,6 +97,21 @@ def test_the_port_of_a_later_server_is_reported_with_the_base_port_to_change(por
     with pytest.raises(ConfigError, match=f"inference_base_port is {port - 2}, but port {port}, which server 2 would"):
         hold_port(HOST, port, server=2, num_servers=3)
     reservation.close()
+
+
+def test_runs_that_start_at_once_choose_different_ports(port: int) -> None:
+    script = (
+        f"from telescope.config.machine import free_block; print(free_block('{HOST}', 2, {port}, choose=True)); input()"
+    )
+    starts = [
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    chosen = [int(start.stdout.readline()) for start in starts]
+    assert len(set(chosen)) == 3
+    for start in starts:
+        start.communicate("", timeout=20)
+    assert free_block(HOST, 2, port) == free_block(HOST, 2, port, choose=True) == min(chosen)
 
 
 def test_a_suggested_block_has_no_port_that_another_run_reserved(port: int) -> None:

@@ -13,7 +13,7 @@ from telescope.orchestrator.status import RunStatus, StepSummary
 
 def test_a_run_is_served_as_it_is_at_each_question():
     status = RunStatus("demo", 60)
-    address = f"127.0.0.1:{free_block('127.0.0.1', 1, 9400)}"
+    address = f"127.0.0.1:{free_block('127.0.0.1', 1, 9500)}"
     end = serve_status(address, status)
 
     def numbers():
