@@ -120,6 +120,7 @@ def test_projects_on_wandb_are_added_and_removed_by_keys(browser: Browser, tmp_p
             ).to_be_visible()
             assert findings(page) == []
             dialog.get_by_role("button", name="Remove someone/mine").press("Enter")
+            expect(page.get_by_text("run of mine")).to_have_count(0)
             expect(dialog.get_by_role("button", name="Show again someone/mine")).to_be_visible()
             page.keyboard.press("Escape")
-            expect(page.get_by_text("run of mine")).to_have_count(0)
+            expect(dialog).to_be_hidden()

@@ -14,20 +14,33 @@ import "./projects.css";
 const OPENED_MS = 1_000;
 const CLOSED_MS = 15_000;
 
-export function Projects({ tells = false }: { tells?: boolean }) {
-  const [opened, setOpened] = useState(false);
-  const list = useResource<ProjectList>("/api/projects", {}, useTick(opened ? OPENED_MS : CLOSED_MS)).data;
-  if (!list || !(list.can_change || list.projects.length)) return null;
+/** Returns the projects, or null where there is nothing to show or change. */
+function useProjects(everyMs: number): ProjectList | null {
+  const list = useResource<ProjectList>("/api/projects", {}, useTick(everyMs)).data;
+  return list && (list.can_change || list.projects.length) ? list : null;
+}
+
+export function ProjectsButton({ open, tells = false }: { open: () => void; tells?: boolean }) {
+  const list = useProjects(CLOSED_MS);
+  if (!list) return null;
   return (
     <>
-      <button className="btn" onClick={() => setOpened(true)}>
+      <button className="btn" onClick={open}>
         W&amp;B projects{list.projects.length > 0 && <span className="f"> {count(list.projects.length)}</span>}
       </button>
       {tells && list.problem && <p className="d">{visible(list.problem)}</p>}
-      <Dialog opened={opened} close={() => setOpened(false)} title="Projects on W&B">
+    </>
+  );
+}
+
+export function ProjectsDialog({ opened, close }: { opened: boolean; close: () => void }) {
+  const list = useProjects(opened ? OPENED_MS : CLOSED_MS);
+  return (
+    list && (
+      <Dialog opened={opened} close={close} title="Projects on W&B">
         <Chosen list={list} />
       </Dialog>
-    </>
+    )
   );
 }
 

@@ -21,7 +21,7 @@ import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, fromBaseline, runsCsv, serverFields, shown } from "./columns";
 import { fieldName, matches, parseFilter, toggleTerm, unknownFields, valueOf } from "./filter";
 import { PlotView, usePlotFields, ViewChoice } from "./PlotView";
-import { Projects } from "./Projects";
+import { ProjectsButton, ProjectsDialog } from "./Projects";
 import { RenameDialog } from "./RenameDialog";
 import { TagDialog } from "./TagDialog";
 import { visible } from "../../text/hostile";
@@ -46,10 +46,17 @@ export function Runs() {
   const plotted = usePlotFields(known);
   const fields = serverFields([...ids, ...plotted, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
   const runs = useLiveRuns(fields);
+  const [projectsOpened, setProjectsOpened] = useState(false);
   if (runs.error && !runs.data) return <Quiet title="The server did not answer." text={runs.error.message} />;
   if (!runs.data) return null;
-  if (runs.data.runs.length === 0) return <Nothing list={runs.data} />;
-  return <Table list={runs.data} ids={ids} known={known} lost={runs.error !== null} />;
+  const openProjects = () => setProjectsOpened(true);
+  return (
+    <>
+      {runs.data.runs.length === 0 ? <Nothing list={runs.data} openProjects={openProjects} /> : <Table list={runs.data} ids={ids} known={known} lost={runs.error !== null} openProjects={openProjects} />}
+      {/* Here, so that it stays open when the last project of the list is removed. */}
+      <ProjectsDialog opened={projectsOpened} close={() => setProjectsOpened(false)} />
+    </>
+  );
 }
 
 /** The ids of the columns: of the address, else those that the user keeps. */
@@ -74,7 +81,7 @@ function useListParam(name: string): [string[], (list: string[]) => void] {
   return [list, (next) => set(next.map(encodeURIComponent).join(","))];
 }
 
-function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known: Field[]; lost: boolean }) {
+function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: string[]; known: Field[]; lost: boolean; openProjects: () => void }) {
   const labels = useLabels();
   const [archived, setArchived] = useParam("archived");
   const numArchived = list.runs.filter(labels.isArchived).length;
@@ -167,7 +174,7 @@ function Table({ list, ids, known, lost }: { list: RunList; ids: string[]; known
           </button>
         )}
         <ViewChoice />
-        <Projects />
+        <ProjectsButton open={openProjects} />
         <Grouping grouping={grouping} />
         <button className="btn" onClick={() => setOpened("columns")}>
           Columns
@@ -435,14 +442,14 @@ function ColumnChooser({ ids, tagColumn, opened, close }: { ids: string[]; tagCo
   return <Chooser title="Columns" opened={opened} close={close} options={options} chosen={ids} onChange={choose} reset={() => choose(null)} />;
 }
 
-function Nothing({ list }: { list: RunList }) {
+function Nothing({ list, openProjects }: { list: RunList; openProjects: () => void }) {
   return (
     <Quiet title="No runs here yet." text={list.roots.length ? `Looked in ${list.roots.join(", ")}. This page shows a run as soon as it starts.` : "The folders given to telescope ui hold no run."}>
       <p>Make one in ten minutes, without a GPU:</p>
       <pre>make demo</pre>
       <p>or open the folder of a run:</p>
       <pre>telescope ui RUN_DIR</pre>
-      <Projects tells />
+      <ProjectsButton open={openProjects} tells />
       <Problems problems={list.problems} />
     </Quiet>
   );
