@@ -26,6 +26,7 @@ from telescope.environments.dataset.rows import (
     read_row,
     value_of,
 )
+from telescope.environments.dataset.terms import read_terms
 from telescope.environments.hub import hub_rows
 from telescope.environments.i3_code.environment import INSTRUCTION_PROMPT as CODE_PROMPT
 from telescope.environments.i3_code.environment import I3CodeEnvironment, read_tests
@@ -86,54 +87,31 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         **kwargs: Any,
     ) -> None:
         refuse_unknown(kwargs, known_arguments(type(self), Environment), "The environment 'dataset'")
-        rewards = [reward] if isinstance(reward, str) else list(reward)
-        named = [name for name in rewards if ":" not in name and name not in ("judge", "code")]
-        if len(named) > 1 or not rewards or set(named) - {"math", "exact", "regex"}:
-            raise UserError(
-                f"dataset: reward is {reward!r}; use math, exact or regex, package.module:function, judge, code, or a "
-                "list or mapping with at most one of the first three."
-            )
-        for name, value, use in (("criteria", criteria, "judge"), ("code", code, "code")):
-            if value is not None and use not in rewards:
-                raise UserError(f"dataset: {name} belongs to reward: {use}, and reward is {reward!r}. Leave it out.")
-        if (pattern is None) == ("regex" in named):
-            raise UserError(f"dataset: reward is {reward!r} and pattern is {pattern!r}; reward: regex needs a pattern.")
-        self.compares = named[0] if named else None
-        weights = reward if isinstance(reward, dict) else dict.fromkeys(rewards, 1.0)
-        self._weights = {
-            "correct" if name == self.compares else name.rpartition(":")[2]: weight for name, weight in weights.items()
-        }  # by metric
+        self.terms = terms = read_terms(reward, pattern=pattern, criteria=criteria, code=code)
         try:
             self.pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
             raise UserError(f"dataset: pattern {pattern!r} is not a regular expression: {error}.") from error
-        places = [name for name in rewards if ":" in name]
-        names = [name.rpartition(":")[2] for name in rewards if name not in named]
-        taken = ("correct", "format") if named else ()
-        if twice := [name for name in names if names.count(name) > 1 or name in taken]:
-            raise UserError(f"dataset: reward has two metrics named {twice[0]!r}. Rename a function.")
-        self.functions = {place.rpartition(":")[2]: load_function(place, "dataset: the reward") for place in places}
         self.criteria = criteria or "The answer is correct."
         self._criteria_column: str | None = None
         self._code: I3CodeEnvironment | None = None
-        if "code" in rewards:
+        if terms.runs_tests:
             tested = make_environment(I3CodeEnvironment, "dataset: code", code or {})
             assert isinstance(tested, I3CodeEnvironment)
             self._code = tested
         self._instruction_is_default = instruction_prompt is _UNSET
         if self._instruction_is_default:
-            instruction_prompt = _INSTRUCTIONS.get("code" if "code" in rewards else self.compares or "")
+            instruction_prompt = _INSTRUCTIONS.get("code" if terms.runs_tests else terms.compares or "")
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
-        self._judges = "judge" in rewards
-        if self._judges and (self.judge is None or (self.judge.is_policy and rollout is None)):
+        if terms.judges and (self.judge is None or (self.judge.is_policy and rollout is None)):
             raise UserError(
                 "dataset: reward: judge needs judge: {url: ..., model: ...} in its kwargs; url: policy needs a rollout."
             )
-        if self.judge is not None and not self._judges and rollout is None:
+        if self.judge is not None and not terms.judges and rollout is None:
             raise UserError(
                 f"dataset: judge belongs to reward: judge, and reward is {reward!r}. Add it, or leave it out."
             )
-        if self.functions or len(rewards) > 1 or isinstance(reward, dict):
+        if terms.functions or len(terms.weights) > 1 or isinstance(reward, dict):
             self.reward_min = self.reward_max = None
         if rollout is not None:
             self._rollout = load_function(rollout, "dataset: the rollout")
@@ -173,17 +151,17 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         if not rows:
             raise UserError(f"dataset: {path} (split {split or 'train'!r}) is empty. Give a dataset with rows.")
         columns = list_columns(rows)
-        needs = {"needs_answer": self._needs_answer, "needs_tests": self._code is not None}
+        needs = {"needs_answer": self.terms.needs_answer, "needs_tests": self._code is not None}
         form, prompts, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
-        for name, function in self.functions.items():
+        for name, function in self.terms.functions.items():
             refuse_missing_columns(name, function, path, columns)
-        criteria = self.criteria if self._judges and isinstance(self.criteria, str) else ""
+        criteria = self.criteria if self.terms.judges and isinstance(self.criteria, str) else ""
         if criteria.partition(".")[0] in columns:
             self._criteria_column = criteria
         elif is_misspelled(criteria, columns):
             raise UserError(f"dataset: criteria is {criteria!r}.{did_you_mean(criteria, columns)}")
         # A text that is compared unchanged may contain "####" or "answer:" without being a worked-out solution.
-        is_final = self.compares != "math" and form != GSM8K
+        is_final = self.terms.compares != "math" and form != GSM8K
         samples: list[Sample] = []
         unusable: list[str] = []
         columns_used = f"prompt in {', '.join(map(repr, prompts))}, " + (
@@ -194,14 +172,14 @@ class DatasetEnvironment(math_problems.MathEnvironment):
                 messages, gold = read_row(row, prompts, answer)
                 golds = math_problems.read_golds(gold, is_final=is_final)
                 _refuse_surrogates([messages, golds])
-                if self._judges:
+                if self.terms.judges:
                     self._criteria_of(row)
                 messages, read = self._read_tests(row, tests, number, messages)
                 row = dict.fromkeys(columns) | row | read  # a function gets null for a column that the row lacks
             except (ValueError, UserError) as error:
                 unusable.append(f"row {number} ({columns_used}): {error}")
                 continue
-            sample = math_problems.make_sample(messages, golds if golds or self._needs_answer else [""], row)
+            sample = math_problems.make_sample(messages, golds if golds or self.terms.needs_answer else [""], row)
             if sample is not None:
                 samples.append(sample)
         if 2 * len(unusable) > len(rows):
@@ -210,13 +188,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         if self._instruction_is_default and samples and _ASKS_FOR_A_FORM.search(str(samples[0].prompt)):
             self.instruction_prompt = None
-        terms = {
-            (self.compares or name) if name == "correct" else name: weight for name, weight in self._weights.items()
-        }
-        rewards = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for name, weight in terms.items())
-        if self._judges:
+        if self.terms.judges:
             columns_used += f", criteria {'in ' if self._criteria_column else ''}{self.criteria!r}"
-        columns_used += f", reward {rewards}."
+        columns_used += f", reward {self.terms}."
         used = {name.partition(".")[0] for name in (*prompts, answer, tests, self._criteria_column) if name}
         if others := [column for column in columns if column not in used]:
             columns_used += f" Other columns: {', '.join(others)}."
@@ -261,10 +235,6 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             )
         return result
 
-    @property
-    def _needs_answer(self) -> bool:
-        return self.compares in ("math", "exact")
-
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
         messages = super().build_messages(question)
         if not isinstance(question, str) and self.instruction_prompt:
@@ -279,18 +249,18 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             if not matches or not self.pattern.groups:
                 return matches[-1][0].strip() if matches else ""
             return next((group.strip() for group in matches[-1].groups() if group is not None), "")
-        return (extract_answer_tags(text) if self.compares == "exact" else "") or extract_stated_answer(text)
+        return (extract_answer_tags(text) if self.terms.compares == "exact" else "") or extract_stated_answer(text)
 
     def is_correct(self, answer: str, sample: Sample) -> bool:
-        if self.compares == "math":
+        if self.terms.compares == "math":
             return super().is_correct(answer, sample)
         golds = math_problems.stored_golds(sample)
-        return any(_is_same(answer, gold) for gold in golds) or (self.compares == "regex" and not golds)
+        return any(_is_same(answer, gold) for gold in golds) or (self.terms.compares == "regex" and not golds)
 
     def check_gold(self, sample: Sample) -> GoldCheck | None:
-        if self.compares == "math":
+        if self.terms.compares == "math":
             return super().check_gold(sample)
-        if self.compares != "exact":
+        if self.terms.compares != "exact":
             return GoldCheck(sample.answer)
         written = self.extract_answer(f"<answer>{sample.answer}</answer>")
         return GoldCheck(written, None if self.is_correct(written, sample) else "an extracted answer differs from it")
@@ -302,7 +272,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
 
     def cheats(self, sample: Sample) -> dict[str, str]:
         cheats = super().cheats(sample)
-        if self.compares != "math" or len(self.functions) + self._judges:
+        if self.terms.compares != "math" or len(self.terms.functions) + self.terms.judges:
             cheats.pop(GOLD, None)  # a right answer in any form
         return cheats if self._code is None else self._code.cheats(Sample("")) | cheats
 
@@ -311,17 +281,17 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     ) -> RewardResult | Awaitable[RewardResult]:
         text = completion.removesuffix(eos_token) if eos_token else completion
         result = RewardResult(0.0)
-        if self.compares:
+        if self.terms.compares:
             result = super().compute_reward(completion, sample, eos_token)
             # Without a form, the whole completion is the answer.
-            if self.compares == "exact" and not result.sample_metrics["format"]:
+            if self.terms.compares == "exact" and not result.sample_metrics["format"]:
                 correct = float(self.is_correct(strip_think_tags(text), sample))
                 result.total_reward = result.sample_metrics["correct"] = correct
         if isinstance(source := sample.metadata.get("data_source"), str):
             result.sample_tags["data_source"] = source
         metrics = result.sample_metrics
-        returned = {name: call_function(called, text, sample, metrics) for name, called in self.functions.items()}
-        if self.judge is not None and self._judges:
+        returned = {name: call_function(called, text, sample, metrics) for name, called in self.terms.functions.items()}
+        if self.judge is not None and self.terms.judges:
             criteria = self._criteria_of(sample.metadata)
             returned["judge"] = self.judge.score(sample.prompt, text, reference=sample.answer, criteria=criteria)
         if self._code is not None:
@@ -335,10 +305,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         return add_later()
 
     def _add(self, result: RewardResult, returned: dict[str, Any]) -> RewardResult:
-        values = {name: read_reward(name, self.functions.get(name), value) for name, value in returned.items()}
+        values = {name: read_reward(name, self.terms.functions.get(name), value) for name, value in returned.items()}
         result.sample_metrics |= values
-        result.total_reward *= self._weights.get("correct", 1.0)
-        result.total_reward += sum(self._weights[name] * value for name, value in values.items())
+        result.total_reward = self.terms.total({"correct": result.total_reward} | values)
         return result
 
 
