@@ -76,7 +76,8 @@ def build_parser() -> CommandParser:
     )
     making = commands.add_parser("new", help="write a new environment and its test")
     for command in (listing, describing, trying, checking):
-        command.add_argument("--path", action="append", default=[], help="another folder to search (environments_path)")
+        where = ("--path", "--environments-path")
+        command.add_argument(*where, action="append", default=[], help="another folder to search")
     for command in (describing, trying, checking, making):
         command.add_argument("name", help="name of the environment")
     for command in (listing, trying):

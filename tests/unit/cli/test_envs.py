@@ -55,6 +55,7 @@ def test_list_names_all_with_their_kind_and_import_problems(capsys, tmp_path):
     }  # fmt: skip
     assert "no_such_package_anywhere" in rows["broken"]["problem"]
     assert "wordle" in run(capsys, "list")[1]
+    assert "broken" in run(capsys, "list", "--environments_path", str(tmp_path))[1]  # as telescope train calls it
 
 
 def test_describe_lists_arguments(capsys):
