@@ -19,7 +19,8 @@ from telescope.rollout.messages import UNREADABLE, message_of, parsed, text_of, 
 Body = dict[str, Any]
 
 PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
-             "repetition_penalty", "tool_choice", "response_format", "chat_template_kwargs")  # fmt: skip
+             "repetition_penalty", "tool_choice", "parallel_tool_calls", "response_format",
+             "chat_template_kwargs")  # fmt: skip
 """Parameters that are accepted, ignored and counted: the run's are used, and no tool call or format can be forced."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
 
@@ -55,7 +56,8 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
 
 def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields of a request that limit tokens or name stop texts."""
-    sampling = {name: body[name] for name in PASSED_ON if body.get(name) is not None and body[name] not in _CHOICES}
+    given = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
+    sampling = {name: value for name, value in given.items() if value is not True and value not in _CHOICES}
     for name in limits:
         if (limit := body.get(name)) is not None:
             if type(limit) is not int or limit < 1:
@@ -215,7 +217,7 @@ class Responses:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [{**item, "status": status} for item in output],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],

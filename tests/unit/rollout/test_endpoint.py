@@ -245,6 +245,12 @@ async def test_harmless_fields_are_accepted(policy):
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
 
 
+async def test_at_most_one_tool_call_is_not_forced_but_counted(policy):
+    for route in ("chat/completions", "responses"):
+        assert (await policy.post(route, {"messages": [USER], "input": "Hi", "parallel_tool_calls": False}))[0] == 200
+    assert [call.sampling for call in policy.calls] == [{"parallel_tool_calls": False}] * 2
+
+
 @pytest.mark.parametrize(("route", "fields"), [
     ("chat/completions", {"response_format": SCHEMA}), ("responses", {"text": {"format": SCHEMA}}),
     ("messages", {"output_config": {"format": SCHEMA}}),
