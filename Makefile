@@ -117,5 +117,5 @@ run-dashboard:
 # In processes of their own: Playwright's event loop would be in the way of asynchronous tests.
 run-pages:
 	@if [ ! -f src/telescope/dashboard/static/index.html ]; then echo "the pages are not built (make dashboard): their tests are left out"; \
-	elif $(PY) -m tests.browser; then $(PYTEST) $(PARALLEL) tests/pages $(ARGS); \
+	elif $(PY) -m tests.browser; then $(PYTEST) $(OVERSUBSCRIBED) tests/pages $(ARGS); \
 	else echo "the tests of the pages in a browser are left out"; fi
