@@ -97,7 +97,12 @@ class RunComponents:
         self.servers = ServerPool(
             handles,
             clients,
-            self.rollouts.open_lane(TRAINING, [slots_per_server(config)] * len(clients), group_size),
+            self.rollouts.open_lane(
+                TRAINING,
+                [slots_per_server(config)] * len(clients),
+                group_size,
+                servers=range(len(clients) - config.num_eval_servers),
+            ),
             status,
             start_timeout=config.inference_start_timeout_seconds,
             hang_timeout=max(backend_of(config).hang_timeout(config), config.weight_sync_timeout_seconds),

@@ -77,6 +77,7 @@ class EvalLease:
         """Closes a server that no longer has the weights of `version`."""
         self.servers.discard(server)
         self.slots.set_up(server, False)
+        self.slots.share_slots_of(self.servers)
         if not self.servers:
             self.lost.set()
 
@@ -146,7 +147,7 @@ class ServerPool:
                 except InfrastructureError as error:
                     self.close(index, str(error))
         slots = [self.eval_slots_per_server] * len(self._servers)
-        lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots)
+        lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots, servers=chosen)
         lease = EvalLease(version, set(chosen), lane)
         for index in chosen:
             self._leases[index] = lease
@@ -232,6 +233,7 @@ class ServerPool:
             for other in left:
                 self._leave_lease(other)
                 self.close(other, "it takes over the rollouts; no evals run during training from now on")
+        self.slots.share_slots_of([other for other in left if other not in self.dedicated])
         self._wake.set()
 
     async def _bring_up(self, index: int) -> None:

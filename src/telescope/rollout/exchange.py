@@ -56,7 +56,7 @@ class Orders:
     """Orders for a worker, applied in the order of the fields."""
 
     lanes: dict[str, list[int] | None] = field(default_factory=dict)
-    """Request slots of each server in a new lane. None ends a lane."""
+    """Request slots of each server in a lane, which is opened if it is new. None ends a lane."""
     servers: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Whether a server serves a lane."""
     prompts: list[tuple[int, str, int]] = field(default_factory=list)

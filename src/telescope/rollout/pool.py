@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -134,16 +134,17 @@ class RolloutPool:
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
-    def open_lane(self, name: str, capacities: list[int], group_size: int = 1) -> Lane:
+    def open_lane(
+        self, name: str, capacities: list[int], group_size: int = 1, *, servers: Collection[int] | None = None
+    ) -> Lane:
         """Opens a lane with the given request slots on each server, for groups of `group_size` samples.
 
-        All its servers are closed at first.
+        Only `servers` will serve it, by default all. They are closed at first.
         """
-        lane = self.lanes[name] = Lane(self, name, capacities)
-        for worker, shares in zip(self.workers, share_slots(capacities, len(self.workers), group_size), strict=True):
-            worker.orders.lanes[name] = worker.shares[name] = shares
-            worker.lanes[name] = LaneState([0] * len(shares), 0)
-            worker.has_orders.set()
+        lane = self.lanes[name] = Lane(self, name, capacities, group_size)
+        for worker in self.workers:
+            worker.lanes[name] = LaneState([0] * len(capacities), 0)
+        lane.share_slots_of(range(len(capacities)) if servers is None else servers)
         return lane
 
     def start(
@@ -162,12 +163,14 @@ class RolloutPool:
         return group
 
     def _assign(self, group: RunningGroup) -> None:
-        """Gives a group to the worker with the most free slots."""
+        """Gives a group to the worker with the most free slots, and to one without any only if there is no other."""
         task = group.task
         key = next(iter(task.samples.values())).environment_key
         homes = [self.workers[index] for index in self.homes(key)]
         # If no worker is open, one of them starts this group once it is back.
-        group.worker = worker = max(homes, key=lambda worker: (worker.is_open, worker.num_free(task.lane)))
+        group.worker = worker = max(
+            homes, key=lambda each: (each.is_open, any(each.shares.get(task.lane, ())), each.num_free(task.lane))
+        )
         worker.orders.groups.append(task)
         worker.num_ordered[task.lane] += len(task.samples)
         worker.has_orders.set()
@@ -349,11 +352,22 @@ def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
 class Lane:
     """The request slots for one kind of samples, over all workers. A server is closed until it is set up."""
 
-    def __init__(self, pool: RolloutPool, name: str, capacities: list[int]) -> None:
+    def __init__(self, pool: RolloutPool, name: str, capacities: list[int], group_size: int) -> None:
         self.name = name
         self.capacities = capacities
+        self.group_size = group_size
         self.up = [False] * len(capacities)
         self.pool = pool
+
+    def share_slots_of(self, servers: Collection[int]) -> None:
+        """Divides the slots of the servers that may serve the lane among the workers. Running requests continue."""
+        capacities = [slots if server in servers else 0 for server, slots in enumerate(self.capacities)]
+        workers, chosen = self.pool.workers, itertools.cycle(servers)
+        for worker, shares in zip(workers, share_slots(capacities, len(workers), self.group_size), strict=True):
+            if servers and not any(shares) and any(worker.shares.get(self.name, ())):
+                shares[next(chosen)] = 1  # beyond the capacity, because samples may wait in this worker
+            worker.orders.lanes[self.name] = worker.shares[self.name] = shares
+            worker.has_orders.set()
 
     def set_up(self, server: int, up: bool) -> None:
         """Opens or closes a server for new requests. Running requests continue."""

@@ -4,7 +4,7 @@ Owns the counts, the choice of server and the order of waiters. Knows nothing of
 one server so that its prompt is prefilled once. A server that is down gets no samples, and its groups move. A later
 turn of a running rollout is served before a new sample.
 
-Invariants: 0 <= used <= capacity on every server; a lease is released exactly once.
+Invariants: used >= 0 on every server, and no lease begins when used >= capacity; a lease is released exactly once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ class ServerSlots:
 
     @property
     def num_free(self) -> int:
-        return self.capacity - self.used
+        return max(self.capacity - self.used, 0)
+
+    def resize(self, capacity: int) -> None:
+        """Changes the capacity. Slots in use beyond it stay valid until released."""
+        for slot in range(self.used + len(self.free_slots), capacity):
+            heapq.heappush(self.free_slots, slot)
+        self.capacity = capacity
 
 
 @dataclass(order=True)
@@ -98,6 +104,14 @@ class RequestSlotPool:
         self.servers[server].up = up
         if not up:
             self._server_of_group = {g: s for g, s in self._server_of_group.items() if s != server}
+        self._serve()
+        self.on_change()
+
+    def resize(self, capacities: list[int]) -> None:
+        """Changes the number of slots of each server. Groups of a server without slots move."""
+        for server, capacity in zip(self.servers, capacities, strict=True):
+            server.resize(capacity)
+        self._server_of_group = {g: s for g, s in self._server_of_group.items() if capacities[s]}
         self._serve()
         self.on_change()
 
@@ -229,6 +243,8 @@ def share_slots(capacities: list[int], num_workers: int, group_size: int) -> lis
     )
     first = 0
     for server, capacity in enumerate(capacities):
+        if not capacity:
+            continue
         num_users = min(num_workers, max(1, users_of(capacity, num_groups)))
         for user in range(num_users):
             worker = (first + user) % num_workers

@@ -105,6 +105,8 @@ class RolloutWorker:
         for name, capacities in orders.lanes.items():
             if capacities is None:
                 self.lanes.pop(name, None)
+            elif name in self.lanes:
+                self.lanes[name].resize(capacities)
             else:
                 slots = GroupSlotPool if self._grouped and name == TRAINING else RequestSlotPool
                 self.lanes[name] = slots(capacities)

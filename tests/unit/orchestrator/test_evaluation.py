@@ -27,7 +27,7 @@ from telescope.rollout.worker import RolloutWorker
 
 
 async def evaluation_of(
-    config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeServer] = ()
+    config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeServer] = (), num_workers: int = 1
 ) -> Evaluation:
     """The evals of a config on engines that are up, one by default."""
     environments = environments or SimulatedEnvironment()
@@ -35,7 +35,7 @@ async def evaluation_of(
     plans = await plan_evals(config, environment_keys(config), environments, settings)
     clients: list[Any] = list(engines) or [FakeServer()]
     status = RunStatus("test", config.number_of_steps)
-    rollouts = RolloutPool([RolloutWorker(environments, clients)])
+    rollouts = RolloutPool([RolloutWorker(environments, clients) for _ in range(num_workers)])
     servers = ServerPool(
         clients, clients, rollouts.open_lane(TRAINING, [8] * len(clients)), status,
         start_timeout=30.0, hang_timeout=0.0,

@@ -31,7 +31,10 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """Evals and steps of a run with `num_servers` servers, `dedicated` of them for evals."""
 
-    def __init__(self, *evals: dict[str, Any], num_servers: int = 2, dedicated: int = 1, **fields: Any) -> None:
+    def __init__(
+        self, *evals: dict[str, Any], num_servers: int = 2, dedicated: int = 1, num_workers: int = 1, **fields: Any
+    ) -> None:
+        self.num_workers = num_workers
         self.config = config_of(
             evals=list(evals or [EVAL]), inference_num_workers=num_servers, eval_num_servers=dedicated,
             number_of_steps=100, **fields,
@@ -41,7 +44,7 @@ class Training:
         self.step = 0
 
     async def start(self, environments: Any = None) -> Training:
-        self.evaluation = await evaluation_of(self.config, environments, self.engines)
+        self.evaluation = await evaluation_of(self.config, environments, self.engines, self.num_workers)
         self.evaluation.spawn = self.spawn
         self.servers = self.evaluation.servers
         self.watching = asyncio.create_task(self.servers.watch())
@@ -135,6 +138,30 @@ async def test_rollouts_never_get_a_slot_of_a_dedicated_server() -> None:
     training.servers.close(2, "a test")
     training.servers.open(2)
     assert slots.up == [True, True, False]
+
+
+async def test_every_rollout_worker_has_slots_of_the_servers_of_an_eval() -> None:
+    many = {**EVAL, "num_samples": 60}
+    training = await Training(many, num_servers=4, num_workers=4).start()
+    await training.train(until=2)
+    await training.ended()
+    (result,) = training.evaluation.results
+    assert (result.num_scored, len(training.engines[3].requests)) == (60, 60)
+
+
+async def test_samples_of_an_eval_move_to_the_servers_that_keep_its_version() -> None:
+    many = {**EVAL, "num_samples": 60}
+    training = await Training(many, num_servers=3, dedicated=2, num_workers=16).start()
+    training.engines[1].gate.clear()
+    training.engines[2].gate.clear()
+    await training.train(until=3)
+    training.engines[1].gone = True
+    training.engines[2].gate.set()
+    training.engines[1].fails = True
+    training.engines[1].gate.set()
+    await training.ended()
+    (result,) = training.evaluation.results
+    assert (result.version, result.num_scored) == (2, 60)
 
 
 async def test_evals_with_servers_of_their_own_do_not_wait_for_each_other() -> None:

@@ -21,9 +21,11 @@ DEAD = InfrastructureError("connection refused")
 class Bench:
     """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, slots open before)."""
 
-    def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
+    def __init__(
+        self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0, workers: Any = ()
+    ) -> None:
         self.handles = [FakeServer() for _ in range(num_servers)]
-        self.slots = RolloutPool([]).open_lane(TRAINING, [1] * num_servers)
+        self.slots = RolloutPool(workers).open_lane(TRAINING, [1] * num_servers)
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
         self.weights_fail = False
@@ -159,6 +161,16 @@ async def test_a_server_without_an_actor_is_abandoned_and_the_others_continue(be
         await asyncio.sleep(0.01)
         assert not watching.done()
     assert bench.status.components["server 0"] == "failed permanently"
+
+
+async def test_the_rollout_workers_of_an_abandoned_server_use_the_others() -> None:
+    bench = Bench(workers=[None, None])
+    shares = [worker.shares for worker in bench.slots.pool.workers]
+    assert shares == [{TRAINING: [1, 0]}, {TRAINING: [0, 1]}]
+    bench.handles[0].gone = True
+    async with bench.watched():
+        await bench.until(lambda: bench.pool.up == [1])
+    assert shares == [{TRAINING: [0, 1]}, {TRAINING: [0, 1]}], "a worker with a waiting sample has at least one slot"
 
 
 async def test_a_restart_that_takes_too_long_is_abandoned_with_the_field_to_raise() -> None:

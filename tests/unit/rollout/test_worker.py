@@ -109,6 +109,25 @@ def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
     run_simulated(scenario())
 
 
+def test_the_workers_of_a_lost_server_get_slots_of_those_that_are_left() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine(wait=lambda: asyncio.sleep(1)) for _ in range(2)]
+        pool = RolloutPool([RolloutWorker(FakeEnvironments(), engines) for _ in range(2)])
+        lane = pool.open_lane(TRAINING, [2, 2])
+        assert [worker.shares[TRAINING] for worker in pool.workers] == [[2, 0], [0, 2]]
+        lane.set_up(0, True)
+        running = [asyncio.create_task(pool.run([task()], settings(slot_timeout=100.0))) for _ in range(6)]
+        await asyncio.sleep(0.5)
+        lane.share_slots_of({0})
+        await asyncio.gather(*running)
+        assert len(engines[0].requests) == 6 and now() == 3.5, (
+            "the three of the second worker begin half a second later"
+        )
+        await pool.close()
+
+    run_simulated(scenario())
+
+
 class Unlucky:
     """The calls of a worker that is lost whenever it has got groups."""
 
