@@ -233,7 +233,6 @@ class Evaluation:
         self, plan: PlannedEval, lease: EvalLease, on_sample: Callable[[EvalItem, Trajectory], None]
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError if no server has the weights any more."""
-        num_slots = max(lease.slots.capacities, default=1)
         finished = self.samples.finished(plan) if self.samples is not None else {}
         self.status.eval_done += len(finished)
         running = asyncio.ensure_future(
@@ -242,10 +241,7 @@ class Evaluation:
                 version=lease.version,
                 rollouts=self.rollouts,
                 lane=lease.slots.name,
-                # All samples ask for a slot at once, and the last ones wait until the others are done.
-                settings=dataclasses.replace(
-                    self.settings, slot_timeout=self.settings.slot_timeout * (1 + plan.num_samples // num_slots)
-                ),
+                settings=self.settings,
                 # Every version uses the same seeds, so that a changed result means a changed policy.
                 seed=(self.config.seed, "eval", plan.number),
                 group_ids=self.group_ids,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -69,24 +70,34 @@ class RequestSlotPool:
         self._server_of_group: dict[int, int] = {}
         self._waiters: list[_Waiter] = []
         self._order = itertools.count()
+        self._assigned_at = -math.inf
+        """When a slot was last assigned, on the event loop's clock."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot; later turns go first. Raises DeadlineExceeded after `timeout` seconds."""
-        waiter = _Waiter(-turn, next(self._order), group, asyncio.get_running_loop().create_future())
+        """Waits for a slot; later turns go first.
+
+        Raises DeadlineExceeded when no waiter has got a slot for `timeout` seconds. A first turn may wait far longer
+        while later turns use every slot.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(-turn, next(self._order), group, loop.create_future())
         heapq.heappush(self._waiters, waiter)
         self._serve()
+        began_at = loop.time()
         try:
-            async with asyncio.timeout(timeout):
-                return await waiter.future
-        except BaseException as error:
+            while not waiter.future.done():
+                left = max(began_at, self._assigned_at) + timeout - loop.time()
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"no request slot became free within {timeout:.0f} s; group {group} waits ({self.describe()})"
+                    )
+                await asyncio.wait({waiter.future}, timeout=left)
+            return waiter.future.result()
+        except BaseException:
             # Cancelled or timed out. The slot may have been assigned in the same iteration, so release it.
             if waiter.future.done() and not waiter.future.cancelled():
                 RequestSlotPool.release(self, waiter.future.result())  # not self.release: subclasses release per sample
             waiter.future.cancel()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"no request slot became free for group {group} within {timeout:.0f} s ({self.describe()})"
-                ) from None
             raise
 
     def release(self, lease: Lease) -> None:
@@ -160,6 +171,7 @@ class RequestSlotPool:
                 if not self.has_free_slot:
                     break
                 continue
+            self._assigned_at = asyncio.get_running_loop().time()
             waiter.future.set_result(lease)
         for waiter in skipped:
             heapq.heappush(self._waiters, waiter)

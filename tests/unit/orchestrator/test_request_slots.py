@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.simulated_clock import run_simulated
 
 from telescope.errors import DeadlineExceeded
 from telescope.rollout.request_slots import GroupSlotPool, Lease, RequestSlotPool, share_slots, slots_per_server
@@ -78,6 +79,27 @@ async def test_samples_wait_until_a_server_comes_up() -> None:
     assert not waiting.done()
     slots.set_up(0, True)
     assert (await waiting).server == 0
+
+
+def test_a_first_turn_waits_as_long_as_later_turns_get_slots() -> None:
+    async def scenario() -> None:
+        slots = pool(1)
+        lease = await slots.acquire(0, timeout=30.0)
+        waiting = asyncio.create_task(slots.acquire(1, timeout=30.0))
+        for turn in range(1, 21):
+            later = asyncio.create_task(slots.acquire(0, turn=turn, timeout=30.0))
+            await asyncio.sleep(10.0)
+            slots.release(lease)
+            lease = await later
+        assert not waiting.done(), "it has waited for 200 seconds, and no slot was ever free"
+        slots.release(lease)
+        lease = await waiting
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded, match="no request slot became free within 30 s; group 2 waits"):
+            await slots.acquire(2, timeout=30.0)
+        assert asyncio.get_running_loop().time() == begun + 30.0
+
+    run_simulated(scenario())
 
 
 async def test_a_wait_that_times_out_is_named_and_leaks_nothing() -> None:
