@@ -110,6 +110,7 @@ class RunComponents:
             eval_slots_per_server=config.lanes_per_server,
         )
         self.rollouts.on_engine_failure = self.servers.report_failure
+        self.rollouts.on_progress = status.progressed
         for index in range(len(clients)):
             self.servers.open(index)
 

@@ -151,7 +151,7 @@ class RunStatus:
             self.report(found.text, found.kind, found.level, log=logger, **more)
 
     def progressed(self) -> None:
-        """Resets the watchdog, because a sample or a step finished."""
+        """Resets the watchdog, because a sample, a turn of one or a step finished."""
         self.last_progress_at = time.monotonic()
 
     def generated(self, num_tokens: int) -> None:

@@ -105,7 +105,7 @@ async def watchdog(
         for process, text in stacks.items():
             logger.error("stacks of %s:\n%s", process, text)
         raise DeadlineExceeded(
-            f"watchdog: no sample finished and no step ended for {idle:.0f} s "
+            f"watchdog: no turn, sample or step ended for {idle:.0f} s "
             f"(watchdog_seconds = {timeout_seconds:g}). Last known state: {parts}. "
             "The stacks of all processes are in the run's logs."
         )

@@ -117,6 +117,8 @@ class RolloutPool:
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called when request slots become free or servers change."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called when a request of a sample begins or ends."""
         self.on_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
         """Called with the server of each failed request. Closes it in all lanes if it is to get no more requests."""
         self.homes = homes or (lambda key: range(len(workers)))
@@ -316,6 +318,7 @@ class RolloutPool:
         for (key, index), state in report.running.items():
             if key in self._groups and index in self._groups[key].samples:
                 self._groups[key].samples[index] = state
+                self.on_progress()
         for lane, server, error in report.failures:
             self.on_engine_failure(server, error)
             if lane in self.lanes:  # the worker has closed the server in this lane

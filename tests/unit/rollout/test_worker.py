@@ -6,6 +6,7 @@ import pytest
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.rollout.fakes import FakeEngine, FakeEnvironments, settings, task
 
+from telescope.environments.types import Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, WorkerLost
 from telescope.rollout.pool import RolloutPool, RunningGroup
@@ -123,6 +124,20 @@ def test_the_workers_of_a_lost_server_get_slots_of_those_that_are_left() -> None
         assert len(engines[0].requests) == 6 and now() == 3.5, (
             "the three of the second worker begin half a second later"
         )
+        await pool.close()
+
+    run_simulated(scenario())
+
+
+def test_a_turn_of_a_long_rollout_is_progress() -> None:
+    async def scenario() -> None:
+        environments = FakeEnvironments([Advance([20], "", None)] * 3, turns=True)
+        pool = RolloutPool([RolloutWorker(environments, [FakeEngine(wait=lambda: asyncio.sleep(1000))])], seconds=1.0)
+        progress: list[int] = []
+        pool.on_progress = lambda: progress.append(round(now(), -3))
+        pool.open_lane(TRAINING, [1]).set_up(0, True)
+        await pool.run([task()], settings(slot_timeout=100.0))
+        assert sorted(set(progress)) == [0, 1000, 2000, 3000] and now() == 4000
         await pool.close()
 
     run_simulated(scenario())

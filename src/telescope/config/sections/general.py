@@ -25,7 +25,7 @@ class GeneralSection(Section, title="General"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run. `auto` uses GPUs if the cluster has any, else the CPU."""
     watchdog_seconds: Seconds = 1800.0
-    """Seconds without a finished sample and without a finished step after which the stacks of all processes are
+    """Seconds without a finished turn, sample or step after which the run ends, and the stacks of all processes are
     dumped to the logs. Raise it when single answers take longer than this."""
 
 
