@@ -157,6 +157,9 @@ class WeightSync:
         Calls `on_loaded` before any other sync can start, so that the server misses none. Raises InfrastructureError if
         the server fails again.
         """
+        if not fresh and self._loaded.get(server) == self.trainer.weights_identity:
+            on_loaded()  # a training step may hold the queue for minutes
+            return
         async with self.trainer.queue:
             if fresh:
                 self._connected.pop(server, None)

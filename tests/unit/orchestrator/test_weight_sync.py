@@ -293,6 +293,18 @@ async def test_a_server_with_the_newest_weights_is_sent_nothing(bench):
     assert bench.of(1) == STAGES[1:], "it missed a sync"
 
 
+async def test_a_server_with_the_newest_weights_is_opened_during_a_training_step(bench):
+    await bench.step()
+    async with bench.trainer.queue, asyncio.timeout(5):  # a step holds it
+        loaded: list[bool] = []
+        await bench.weights.sync_one(1, lambda: loaded.append(True), fresh=False)
+        assert loaded
+        restarted = asyncio.create_task(bench.weights.sync_one(0, lambda: None, fresh=True))
+        await asyncio.sleep(0.01)
+        assert not restarted.done(), "it has no weights"
+    await restarted
+
+
 async def test_servers_have_the_initial_weights_before_the_first_step(bench):
     await bench.weights.sync_one(0, lambda: None, fresh=False)
     assert bench.calls == []
