@@ -67,7 +67,7 @@ class Evaluation:
     spawn: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
     """Starts a task that ends with the run at the latest."""
     results: list[EvalResult] = field(default_factory=list)
-    """Results so far, those of earlier attempts included."""
+    """Results so far, those of earlier attempts included. Only baselines, to which later gains refer, have items."""
     problems: list[str] = field(default_factory=list)
     """Sentences about evals that failed, were skipped, or exceed the error budget."""
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -93,11 +93,8 @@ class Evaluation:
         return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
 
     def history(self) -> list[EvalResult]:
-        """Returns the results for a checkpoint. Only baselines, which later gains refer to, keep their items."""
-        return [
-            result if self._baseline(result) is result else dataclasses.replace(result, by_item={})
-            for result in self.results
-        ]
+        """Returns the results for a checkpoint."""
+        return list(self.results)
 
     # Before and after training
 
@@ -218,7 +215,8 @@ class Evaluation:
         baseline = self._baseline(result)
         if baseline is not None and not result.by_item.keys().isdisjoint(baseline.by_item):
             result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
-        self.results.append(result)
+        # Only baselines keep their items: a run of days has thousands of results.
+        self.results.append(result if baseline is None else dataclasses.replace(result, by_item={}))
         self._record(plan, result, started_at, used)
         self.status.set_component(component, f"version {version}: accuracy {result.accuracy:.3f}{result.failures}")
         if result.num_failed > self.config.environment_error_budget * plan.num_samples:

@@ -311,8 +311,8 @@ async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> No
     environments.grade = lambda index: float(index < 3)
     await first.train(until=2)
     await first.ended()
+    assert [bool(result.by_item) for result in first.evaluation.results] == [True, False], "only baselines need items"
     state = RunState.load_state_dict(RunState(evals=first.evaluation.history()).state_dict())
-    assert [bool(result.by_item) for result in state.evals] == [True, False], "only a baseline needs its items"
     second = await Training().start(environments)
     second.evaluation.results = state.evals
     environments.grade = lambda index: float(index < 9)
