@@ -19,7 +19,7 @@ import os
 import signal
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -264,6 +264,8 @@ class RolloutContext(Chat):
         self.metrics: dict[str, float] = {}
         self.program_error: str | None = None
         """How the last program of `run` that failed ended."""
+        self._holders: set[asyncio.Task[Any]] = set()
+        """Tasks that run a program or wait for a sandbox."""
 
     @property
     def seconds_left(self) -> float:
@@ -305,15 +307,16 @@ class RolloutContext(Chat):
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
-            env={**os.environ, **self.env(), **(env or {})},
-        )  # fmt: skip
-        try:
-            stdout, stderr = await process.communicate(stdin.encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with self._held():
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
+                env={**os.environ, **self.env(), **(env or {})},
+            )  # fmt: skip
+            try:
+                stdout, stderr = await process.communicate(stdin.encode())
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         errors = stderr.decode("utf-8", "replace")
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"
@@ -321,7 +324,26 @@ class RolloutContext(Chat):
 
     async def sandbox(self, image: str | None = None) -> Any:
         """Returns a sandbox from the environment's pool. It is destroyed with the rollout."""
-        return await self._services.sandbox(image)
+        with self._held():
+            return await self._services.sandbox(image)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Cancels the block when the rollout ends, also in a background task."""
+        if self.cancelled:
+            raise UserError("the rollout has ended: await `run` and `sandbox` before `rollout` returns")
+        task = asyncio.current_task()
+        assert task is not None
+        self._holders.add(task)
+        try:
+            yield
+        finally:
+            self._holders.discard(task)
+
+    async def close(self) -> None:
+        for task in self._holders:
+            task.cancel()
+        await super().close()
 
     def metric(self, name: str, value: float) -> None:
         """Records a number for this sample, like `sample_metrics` of the reward."""

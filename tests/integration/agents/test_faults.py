@@ -148,6 +148,44 @@ async def test_an_agent_that_hangs_masks_its_sample(
     assert await asyncio.to_thread(ended, Path("/proc", (tmp_path / "pid").read_text())), "its process lives on"
 
 
+async def test_a_program_of_a_background_task_ends_with_its_rollout(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    monkeypatch.setenv("PID_FILE", str(pid))
+    kept: list[RolloutContext] = []
+
+    async def starts_a_server(context: RolloutContext) -> str:
+        kept.append(context)
+        task = asyncio.create_task(hangs(context))
+        while not pid.exists() or not pid.read_text():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+        return str(task.done())
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=starts_a_server)).run()
+    assert sample.reward.sample_tags["saw"] == "False"
+    assert await asyncio.to_thread(ended, Path("/proc", pid.read_text())), "its process lives on"
+    for late in (kept[0].run(["true"]), kept[0].sandbox()):
+        with pytest.raises(UserError, match="the rollout has ended"):
+            await late
+
+
+async def test_a_sandbox_that_a_failed_rollout_waits_for_is_not_taken(bench: Any) -> None:
+    async def raises_beside_a_sandbox(context: RolloutContext) -> str:
+        async def fails() -> None:
+            raise ValueError("no")
+
+        await context.generate(HI)
+        await asyncio.gather(context.sandbox(), fails())
+        return ""
+
+    made = await bench(Faulty, lambda prompt: "Hello.", act=raises_beside_a_sandbox)
+    assert "ValueError: no" in (await made.run()).failure_message
+    (pool,) = await asyncio.gather(*vars(made.environment)["_pools"].values())
+    await asyncio.sleep(0.1)
+    assert not pool.in_use_sandboxes
+
+
 class Odd(BaseException):
     """An error that `except Exception` does not catch."""
 
