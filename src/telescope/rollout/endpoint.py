@@ -58,6 +58,8 @@ class _Pending:
     task: asyncio.Future[Answer] | None = None
     num_waiting: int = 0
     is_read: bool = False
+    drops: asyncio.TimerHandle | None = None
+    """Drops its completion if no retry comes."""
 
     @property
     def lost(self) -> bool:
@@ -102,9 +104,9 @@ class _Rollout:
             self.unread.add(pending)
         return pending
 
-    def drop(self, pending: _Pending, even_if_waited_for: bool = False) -> None:
-        """Drops a completion that no client waits for."""
-        if pending in self.unread and (even_if_waited_for or not pending.num_waiting):
+    def drop(self, pending: _Pending) -> None:
+        """Drops a completion that no client has read."""
+        if pending in self.unread:
             self.unread.discard(pending)
             if pending.task and not pending.task.done():
                 pending.task.cancel()
@@ -170,7 +172,7 @@ class Endpoint:
         """Ends a rollout: drops unread completions, ends open requests with 499, and refuses the key from now on."""
         if rollout := self._rollouts.pop(key, None):
             for pending in list(rollout.unread):
-                rollout.drop(pending, even_if_waited_for=True)
+                rollout.drop(pending)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -264,6 +266,8 @@ async def _answer(
     task = pending.task
     assert task is not None
     pending.num_waiting += 1
+    if pending.drops:
+        pending.drops.cancel()
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=PING_SECONDS if is_stream else None)
@@ -288,8 +292,8 @@ async def _answer(
         pending.num_waiting -= 1
         if pending.is_read:
             rollout.unread.discard(pending)
-        else:
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, rollout.drop, pending)
+        elif not pending.num_waiting:
+            pending.drops = asyncio.get_running_loop().call_later(RETRY_SECONDS, rollout.drop, pending)
     return response
 
 

@@ -108,6 +108,19 @@ async def test_a_retry_waits_for_the_answer_that_is_being_sampled(policy):
     assert (len(policy.calls), policy.cancelled, policy.dropped) == (1, [], [])
 
 
+async def test_an_answer_waits_for_a_retry_from_its_last_client_on(policy, monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.8)
+    policy.wait = asyncio.Event()
+    for attempt in range(2):  # the second one disconnects shortly before the wait for it would have ended
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1 + 0.5 * attempt):
+                await policy.post(**{"x-stainless-retry-count": str(attempt)})
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
+    assert (len(policy.calls), policy.cancelled) == (1, [])
+    await until(lambda: policy.cancelled)
+
+
 async def test_a_retry_after_a_failure_samples_again(policy):
     policy.answer = InfrastructureError("gone")
     client = policy.openai(max_retries=1)
