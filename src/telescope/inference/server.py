@@ -255,7 +255,11 @@ class InferenceServer:
             return False
         self._error = what
         self._state = "restarting"
-        process.kill()
+        try:
+            process.kill()
+        except InfrastructureError as error:
+            self._error, self._state = f"{what}; {error}", "failed"
+            return False
         while True:
             now = time.monotonic()
             self._restart_times = [t for t in self._restart_times if now - t < self._limits.restart_window_seconds]

@@ -20,7 +20,7 @@ from tests.fakes.engine import FakeEngineSettings
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.machine import listen_problem
-from telescope.errors import ConfigError
+from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, GenerateRequest, LaunchCommand
 from telescope.inference.client import EngineClient
@@ -168,6 +168,22 @@ def test_a_killed_shim_ends_the_engine(make_server):
     os.kill(info.pid, signal.SIGKILL)
     wait_for(lambda: server.status().state == "failed", "noticing")
     wait_for(lambda: group_members(info.pid) == [], "end of the group")
+
+
+def test_a_server_whose_processes_cannot_be_killed_has_failed(make_server, monkeypatch):
+    server = make_server()
+    info = server.start()
+    kill = EngineProcess.kill
+
+    def hangs(self: EngineProcess) -> None:
+        kill(self)
+        raise InfrastructureError("processes [7] still exist 30 s after SIGKILL")
+
+    monkeypatch.setattr(EngineProcess, "kill", hangs)
+    os.kill(info.pid, signal.SIGKILL)
+    wait_for(lambda: server.status().state == "failed", "noticing")
+    monkeypatch.undo()
+    assert "was killed by SIGKILL; processes [7] still exist" in (server.status().error or "")
 
 
 def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(make_server, monkeypatch):
