@@ -1,8 +1,8 @@
 """Runs a rollout that a user wrote: implements `environments.context` with request slots, engines and sandboxes.
 
 `AgentRollout` owns one such rollout from its first call to its score. Calls come from the environment's code or over
-HTTP (`endpoint`), several at a time. An engine failure is remembered: even if the agent swallows the error, the rollout
-begins again and is never scored as a failure of the policy.
+HTTP (`endpoint`), several at a time. An engine failure that outlasts the retries is remembered: even if the agent
+swallows the error, the sample is masked and never scored as a failure of the policy.
 """
 
 from __future__ import annotations
