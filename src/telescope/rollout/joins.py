@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from telescope.environments.context import Call
 from telescope.environments.records import ChatMessage, assistant_message
@@ -52,13 +52,22 @@ class _Node:
 
 @dataclass(slots=True, frozen=True)
 class _Answer:
-    """A recorded completion: its turn, its prompt, and the sampled tokens."""
+    """A recorded completion: its turn, its prompt without the whole token ids, and the sampled tokens."""
 
     turn: int
     prompt: Prompt
     token_ids: Sequence[int]
     text: str
     ended: bool
+
+    def all_token_ids(self) -> list[int]:
+        """Returns the token ids of its conversation up to its end."""
+        parts: list[Sequence[int]] = []
+        answer: _Answer | None = self
+        while answer is not None:
+            parts += [answer.token_ids, answer.prompt.added_token_ids]
+            answer = answer.prompt.before
+        return [token_id for part in reversed(parts) for token_id in part]
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +86,8 @@ class Prompt:
     """The messages after the parent's completion."""
     dialogue: Dialogue
     node: _Node
+    before: _Answer | None = None
+    """The completion that it extends."""
 
 
 class Joins:
@@ -128,8 +139,9 @@ class Joins:
         cause, ids = cause or added.divergence, added.token_ids
         if added.restarts:
             return Prompt(ids, ids, None, cause, messages, messages, dialogue, node)
-        whole = [*before.token_ids, *parent.token_ids, *ids]
-        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node)
+        before.dialogue.keep_in(dialogue)
+        whole = [*parent.all_token_ids(), *ids]
+        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node, parent)
 
     def count(self, call: Call) -> int:
         """Returns the number of tokens of a call's messages, rendered from the start. Records nothing."""
@@ -155,14 +167,16 @@ class Joins:
             self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
             return
         node = prompt.node.children.setdefault(_identity(template_messages([message])[0]), _Node())
-        node.answer = _Answer(turn, prompt, token_ids, text, ended)
+        # Without the whole ids, whose memory would grow with the square of the number of calls.
+        node.answer = _Answer(turn, replace(prompt, token_ids=[]), token_ids, text, ended)
 
     def _prompt_of_ids(self, ids: list[int]) -> Prompt:
         for each in ids:
             if not (isinstance(each, int) and each >= 0 and self._renderer.has_embedding(each)):
                 raise UserError(f"the model has no token {each!r}")
-        known = [(len(before), turn) for before, turn in self._by_ids if ids[: len(before)] == before]
-        length, parent = max(known, default=(0, None))
+        longest_first = sorted(self._by_ids, key=lambda known: (len(known[0]), known[1]), reverse=True)
+        known = ((len(before), turn) for before, turn in longest_first if ids[: len(before)] == before)
+        length, parent = next(known, (0, None))
         text = self._renderer.decode(ids[length:], cut_end_token=False)
         shown = [{"role": "prompt", "content": text}]
         return Prompt(ids, ids[length:], parent, None, [], shown, Dialogue(self._renderer), _Node())

@@ -329,8 +329,8 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._shown = ""
-        """Text of the model's last prompt."""
+        self._kept: str | tuple[Dialogue, int, str] = ""
+        """Text of the model's last prompt, or a dialogue, the length of their common beginning, and the rest."""
         self._turn: tuple[int, list[int]] = (0, [])
         """Where the last turn begins in the rendered text of the last prompt, and its token ids."""
 
@@ -338,6 +338,23 @@ class Dialogue:
     def opened(self) -> str:
         """Returns the tag that opens reasoning at the end of the last prompt, if there is one."""
         return opening_tag(self._shown)
+
+    @property
+    def _shown(self) -> str:
+        """Returns the text of the model's last prompt."""
+        kept, ends = self._kept, []
+        while not isinstance(kept, str):
+            longer, length, rest = kept
+            ends.append((length, rest))
+            kept = longer._kept
+        for length, rest in reversed(ends):
+            kept = kept[:length] + rest
+        return kept
+
+    def keep_in(self, longer: Dialogue) -> None:
+        """Keeps its text as the beginning of a longer one, so that a conversation of many turns has its text once."""
+        length = _num_equal(self._shown, longer._shown)
+        self._kept = longer, length, self._shown[length:]
 
     def branch(self) -> Dialogue:
         """Returns an independent copy, for another completion of the same prompt."""
@@ -349,7 +366,7 @@ class Dialogue:
         text = self._text(self._messages)
         prompt = with_thinking_prefix(text) if self.thinking_prefix else text
         self.opening = prompt[len(text) :]
-        self._shown = without_breaks(prompt)
+        self._kept = without_breaks(prompt)
         self._turn = (len(prompt), [])
         return self.renderer.encode(prompt, from_template=True)
 
@@ -402,7 +419,7 @@ class Dialogue:
                 is_other = without_breaks(rendered) != sent
                 if is_other and self.renderer.encode_continuation(rendered[start:]) != [*ids, *turn_ids]:
                     divergence = divergence or Divergence.WHITESPACE
-        self._shown, self._turn = without_breaks(written), (turn, turn_ids)
+        self._kept, self._turn = without_breaks(written), (turn, turn_ids)
         return Extension(token_ids, divergence=divergence)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
@@ -419,10 +436,14 @@ class Dialogue:
         return before, found, behind.removeprefix('"')  # with_channels_as_fields: the completion is a JSON string
 
 
+def _num_equal(text: str, other: str) -> int:
+    """Returns the length of the common beginning of two texts."""
+    return bisect_left(range(min(len(text), len(other))), True, key=lambda i: text[: i + 1] != other[: i + 1])
+
+
 def _same(text: str, other: str) -> bool:
     """Compares two texts, ignoring white space."""
-    end = min(len(text), len(other))
-    start = bisect_left(range(end), True, key=lambda i: text[: i + 1] != other[: i + 1])
+    start = _num_equal(text, other)
     # Long conversations mostly differ near their first difference, so the whole texts are rarely split.
     for stop in (start + 1_000, None):
         own, its = ("".join(each[start:stop].split()) for each in (text, other))

@@ -1,6 +1,7 @@
 """Turns join as the package `renderers` joins them, which has hand-written rules for each family of models."""
 
 import re
+import tracemalloc
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,8 @@ from jinja2.sandbox import SecurityError
 from tests import released
 
 from telescope.config.chat_template import compile_template
+from telescope.environments.context import Call
+from telescope.rollout.joins import Joins
 from telescope.rollout.messages import template_messages
 from telescope.rollout.rendering import Dialogue, Renderer, RendererSpec
 
@@ -78,6 +81,37 @@ def test_the_sandbox_of_templates_refuses_the_second_time_what_it_refuses_the_fi
     for _ in range(2):
         with pytest.raises(SecurityError):
             template.render(messages=[{"role": "user"}])
+
+
+def conversation(renderer: Renderer, num_calls: int) -> tuple[Joins, list[dict[str, Any]]]:
+    """Returns the joins of an agent that calls the policy so often, and its messages."""
+    joins, messages = Joins(renderer), [{"role": "user", "content": "Why?"}]
+    for turn in range(num_calls):
+        prompt = joins.prompt(Call(messages))
+        answer = {"role": "assistant", "content": f"Four {turn}. " * 20}
+        ids = renderer.encode_continuation(answer["content"])
+        joins.record(prompt, answer, turn, ids, answer["content"], ended=False)
+        messages += [answer, {"role": "user", "content": "Why not five? " * 20}]
+    return joins, messages
+
+
+def test_memory_of_a_conversation_grows_with_its_length_and_any_turn_can_branch() -> None:
+    renderer = Renderer(RendererSpec("qwen3", released.chat_template("qwen3")), tokenizer_of("qwen3"))
+    conversation(renderer, 2)  # what is loaded once
+    sizes = []
+    for num_calls in (40, 80):
+        tracemalloc.start()
+        joins, messages = conversation(renderer, num_calls)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert sizes[1] < 2.8 * sizes[0]
+    for num_turns in (1, 40, 79):
+        shorter, whole = joins.prompt(Call(messages[: 2 * num_turns + 1])), conversation(renderer, num_turns)
+        again = whole[0].prompt(Call(whole[1]))
+        assert (shorter.token_ids, shorter.parent, shorter.dialogue.opened) == (again.token_ids, num_turns - 1, "")
+        branch = joins.prompt(Call([*messages[: 2 * num_turns], {"role": "user", "content": "Go on."}]))
+        own = whole[0].prompt(Call([*whole[1][:-1], {"role": "user", "content": "Go on."}]))
+        assert (branch.token_ids, branch.cause, own.cause) == (own.token_ids, "branch", "branch")
 
 
 def test_a_result_without_a_name_gets_that_of_the_call_that_it_answers() -> None:
