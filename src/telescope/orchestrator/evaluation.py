@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class Evaluation:
         use_all = self.config.eval_start_end_use_all_servers or not self.servers.dedicated
         chosen = range(len(self.servers.clients)) if use_all else sorted(self.servers.dedicated)
         try:
-            return await self._run(self.plans, await self.servers.lease(chosen, version))
+            return await self._run(self.plans, await self._lease(chosen, version, self.plans))
         finally:
             self.status.eval_total = 0
 
@@ -159,11 +159,14 @@ class Evaluation:
                 for plan in due:
                     self._report(plan, step, time.time(), "skipped", busy)
             elif due:
-                lease = await self.servers.lease(servers, step)
+                lease = await self._lease(servers, step, due)
                 share.version = step
                 share.task = self.spawn(self._run(due, lease), f"evals at version {step}")
                 # Also if the task is cancelled before it begins.
                 share.task.add_done_callback(lambda _, lease=lease: self.servers.release(lease))  # type: ignore[misc]
+
+    async def _lease(self, servers: Iterable[int], version: int, plans: Sequence[PlannedEval]) -> EvalLease:
+        return await self.servers.lease(servers, version, [(plan.environment_key, plan.num_samples) for plan in plans])
 
     # One eval
 

@@ -102,6 +102,7 @@ class RunComponents:
                 [slots_per_server(config)] * len(clients),
                 group_size,
                 servers=range(len(clients) - config.num_eval_servers),
+                keys=zip(self.keys.training, (entry.weight for entry in config.environments), strict=False),
             ),
             status,
             start_timeout=config.inference_start_timeout_seconds,

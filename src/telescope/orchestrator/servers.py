@@ -133,8 +133,10 @@ class ServerPool:
         self.slots.set_up(index, index not in self.dedicated)
         self.status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
 
-    async def lease(self, indices: Iterable[int], version: int) -> EvalLease:
-        """Leases servers to an eval at `version`, which is the version of the trainer's weights.
+    async def lease(self, indices: Iterable[int], version: int, keys: Iterable[tuple[str, float]] = ()) -> EvalLease:
+        """Leases servers to evals at `version`, which is the version of the trainer's weights.
+
+        `keys` are the environments of the evals with their weights.
 
         A server that missed the last sync because of an earlier eval receives the weights first. A server that is down
         joins the lease when it comes back with this version.
@@ -147,7 +149,7 @@ class ServerPool:
                 except InfrastructureError as error:
                     self.close(index, str(error))
         slots = [self.eval_slots_per_server] * len(self._servers)
-        lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots, servers=chosen)
+        lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots, servers=chosen, keys=keys)
         lease = EvalLease(version, set(chosen), lane)
         for index in chosen:
             self._leases[index] = lease

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from telescope.environments.types import ROLLOUT_ERROR, EnvironmentInfo, PreparedPrompt
 from telescope.errors import InfrastructureError
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample, WorkerLost
-from telescope.rollout.request_slots import share_slots
+from telescope.rollout.request_slots import share_slots_by_weight
 from telescope.rollout.sample import RolloutSettings, RolloutTask
 from telescope.rollout.sample_rows import assign_rows
 from telescope.rollout.trajectory import Trajectory
@@ -137,13 +137,20 @@ class RolloutPool:
         self._failure: BaseException | None = None
 
     def open_lane(
-        self, name: str, capacities: list[int], group_size: int = 1, *, servers: Collection[int] | None = None
+        self,
+        name: str,
+        capacities: list[int],
+        group_size: int = 1,
+        *,
+        servers: Collection[int] | None = None,
+        keys: Iterable[tuple[str, float]] = (),
     ) -> Lane:
         """Opens a lane with the given request slots on each server, for groups of `group_size` samples.
 
-        Only `servers` will serve it, by default all. They are closed at first.
+        Only `servers` will serve it, by default all. They are closed at first. `keys` are the environments of its
+        samples with their weights, if they are known.
         """
-        lane = self.lanes[name] = Lane(self, name, capacities, group_size)
+        lane = self.lanes[name] = Lane(self, name, capacities, group_size, keys)
         for worker in self.workers:
             worker.lanes[name] = LaneState([0] * len(capacities), 0)
         lane.share_slots_of(range(len(capacities)) if servers is None else servers)
@@ -289,6 +296,8 @@ class RolloutPool:
 
     def _reopen(self, worker: _Worker) -> None:
         worker.orders.lanes |= worker.shares
+        for lane in self.lanes.values():  # it may be on another node, so that other workers run an environment
+            lane.share_slots_of(lane.servers)
         for name in worker.shares:
             for server, up in enumerate(self.lanes[name].up):
                 worker.orders.servers[name, server] = up
@@ -355,18 +364,31 @@ def _settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
 class Lane:
     """The request slots for one kind of samples, over all workers. A server is closed until it is set up."""
 
-    def __init__(self, pool: RolloutPool, name: str, capacities: list[int], group_size: int) -> None:
+    def __init__(
+        self, pool: RolloutPool, name: str, capacities: list[int], group_size: int, keys: Iterable[tuple[str, float]]
+    ) -> None:
         self.name = name
         self.capacities = capacities
         self.group_size = group_size
+        self.keys = list(keys)
+        self.servers: Collection[int] = ()
+        """Servers that may serve the lane."""
         self.up = [False] * len(capacities)
         self.pool = pool
 
     def share_slots_of(self, servers: Collection[int]) -> None:
-        """Divides the slots of the servers that may serve the lane among the workers. Running requests continue."""
+        """Divides the slots of the servers that may serve the lane among the workers that run its environments.
+
+        Running requests continue.
+        """
+        self.servers = servers
         capacities = [slots if server in servers else 0 for server, slots in enumerate(self.capacities)]
         workers, chosen = self.pool.workers, itertools.cycle(servers)
-        for worker, shares in zip(workers, share_slots(capacities, len(workers), self.group_size), strict=True):
+        homes = [(list(self.pool.homes(key)), weight) for key, weight in self.keys] or [
+            (list(range(len(workers))), 1.0)
+        ]
+        divided = share_slots_by_weight(capacities, homes, len(workers), self.group_size)
+        for worker, shares in zip(workers, divided, strict=True):
             if servers and not any(shares) and any(worker.shares.get(self.name, ())):
                 shares[next(chosen)] = 1  # beyond the capacity, because samples may wait in this worker
             worker.orders.lanes[self.name] = worker.shares[self.name] = shares

@@ -13,7 +13,8 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from telescope.config import TelescopeConfig
@@ -262,6 +263,30 @@ def share_slots(capacities: list[int], num_workers: int, group_size: int) -> lis
             worker = (first + user) % num_workers
             shares[worker][server] = capacity // num_users + (user < capacity % num_users)
         first += num_users
+    return shares
+
+
+def share_slots_by_weight(
+    capacities: list[int], homes: Sequence[tuple[Sequence[int], float]], num_workers: int, group_size: int
+) -> list[list[int]]:
+    """Divides the slots of each server [S] among workers. Returns each worker's slots on each server [W][S].
+
+    `homes` has the workers that run an environment and its weight. Environments that run in the same workers share
+    slots by their weight, and each has at least one slot, if need be beyond the capacity.
+    """
+    weights: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for workers, weight in homes:
+        weights[tuple(workers)] += weight
+    shares, left = [[0] * len(capacities) for _ in range(num_workers)], capacities
+    for number, (workers, weight) in enumerate(weights.items()):
+        total = sum(list(weights.values())[number:])
+        part = [round(slots * weight / total) for slots in left]
+        left = [slots - own for slots, own in zip(left, part, strict=True)]
+        for worker, own in zip(workers, share_slots(part, len(workers), group_size), strict=True):
+            shares[worker] = [slots + more for slots, more in zip(shares[worker], own, strict=True)]
+    for workers in weights:
+        if any(capacities) and workers and not any(any(shares[worker]) for worker in workers):
+            shares[workers[0]][capacities.index(max(capacities))] = 1
     return shares
 
 

@@ -1,6 +1,7 @@
 """Request slots: capacity, affinity of a group to a server, order of waiters, servers that go down."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,14 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 
 from telescope.errors import DeadlineExceeded
-from telescope.rollout.request_slots import GroupSlotPool, Lease, RequestSlotPool, share_slots, slots_per_server
+from telescope.rollout.request_slots import (
+    GroupSlotPool,
+    Lease,
+    RequestSlotPool,
+    share_slots,
+    share_slots_by_weight,
+    slots_per_server,
+)
 
 
 def pool(*capacities: int) -> RequestSlotPool:
@@ -180,6 +188,18 @@ def test_workers_share_slots_in_whole_groups(capacities: list[int], num_workers:
         )
     if sum(min(num_workers, capacity // (2 * group_size)) for capacity in capacities) >= 2 * num_workers:
         assert all(sum(map(bool, share)) >= 2 for share in shares), "a server that is down idles no worker"
+
+
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=4), st.sampled_from([1, 8]),
+    st.lists(st.tuples(st.sampled_from([(0,), (0, 3), tuple(range(5))]), st.floats(0.01, 100.0)), min_size=1),
+)  # fmt: skip
+def test_environments_have_slots_where_they_run(capacities: list[int], group_size: int, homes: list[Any]) -> None:
+    shares = share_slots_by_weight(capacities, homes, 5, group_size)
+    beyond = [sum(of_server) - slots for of_server, slots in zip(zip(*shares, strict=True), capacities, strict=True)]
+    assert min(beyond) == 0 and sum(beyond) <= 3, "no slot is lost"
+    for workers, _ in homes:
+        assert not any(capacities) or any(any(shares[worker]) for worker in workers)
 
 
 def test_workers_have_few_servers_with_many_slots() -> None:

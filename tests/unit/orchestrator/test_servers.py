@@ -6,14 +6,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulation import FakeServer
 
 from telescope.errors import InfrastructureError, RankLost
+from telescope.evals.entries import environment_keys
 from telescope.orchestrator import servers as servers_module
+from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
+from telescope.rollout.sample import RolloutSettings
 
 DEAD = InfrastructureError("connection refused")
 
@@ -171,6 +175,19 @@ async def test_the_rollout_workers_of_an_abandoned_server_use_the_others() -> No
     async with bench.watched():
         await bench.until(lambda: bench.pool.up == [1])
     assert shares == [{TRAINING: [0, 1]}, {TRAINING: [0, 1]}], "a worker with a waiting sample has at least one slot"
+
+
+async def test_slots_are_of_the_workers_that_run_the_environment_and_the_servers_that_serve_it() -> None:
+    config = config_of(inference_num_workers=3, eval_num_servers=1, evals=[{"name": "arithmetic"}])
+    servers: Any = [FakeServer() for _ in range(3)]
+    rollouts = RolloutPool([None, None], homes=lambda key: [1])  # type: ignore[list-item]
+    settings = RolloutSettings.from_config(config)
+    components = RunComponents(config, environment_keys(config), rollouts, settings, [], {})
+    components.open_servers(servers, servers, RunStatus("test", 10))
+    lease = await components.servers.lease([2], 0, [("arithmetic", 12)])
+    assert [worker.shares for worker in rollouts.workers] == [
+        {TRAINING: [0, 0, 0], lease.slots.name: [0, 0, 0]}, {TRAINING: [8, 8, 0], lease.slots.name: [0, 0, 8]}
+    ]  # fmt: skip
 
 
 async def test_a_restart_that_takes_too_long_is_abandoned_with_the_field_to_raise() -> None:

@@ -1,6 +1,7 @@
 """A rollout worker and its pool: when a report comes, and what a failure of one caller or server leaves."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from tests.unit.orchestrator.simulated_clock import run_simulated
@@ -127,6 +128,37 @@ def test_the_workers_of_a_lost_server_get_slots_of_those_that_are_left() -> None
         await pool.close()
 
     run_simulated(scenario())
+
+
+def test_the_workers_that_run_an_environment_have_all_slots_also_after_a_move() -> None:
+    homes = [0]
+
+    class Moves(Unlucky):
+        async def restart(self) -> None:
+            homes[:] = [1]
+
+    async def scenario() -> None:
+        engines = [FakeEngine(wait=lambda: asyncio.sleep(4)) for _ in range(2)]
+        pool = RolloutPool([Moves(), RolloutWorker(FakeEnvironments(), engines)], homes=lambda key: homes)
+        lane = pool.open_lane(TRAINING, [4, 4], 1, keys=[("arithmetic#1", 1.0)])
+        for server in range(2):
+            lane.set_up(server, True)
+        shares = [worker.shares[TRAINING] for worker in pool.workers]
+        assert shares == [[4, 4], [0, 0]]
+        samples = await asyncio.gather(*(pool.run([task()], settings(slot_timeout=100.0)) for _ in range(8)))
+        assert [sample.num_infrastructure_retries for (sample,) in samples] == [1] * 8
+        assert now() == 5, "all of them run at once, in the other worker"
+        assert [worker.shares[TRAINING] for worker in pool.workers] == [[1, 0], [4, 4]]
+        await pool.close()
+
+    run_simulated(scenario())
+
+
+def test_an_environment_that_runs_in_one_worker_has_slots_by_its_weight() -> None:
+    workers: list[Any] = [None] * 4
+    pool = RolloutPool(workers, homes=lambda key: [0] if key == "host" else range(4))
+    pool.open_lane(TRAINING, [128, 128], 8, keys=[("free", 2.0), ("host", 1.0), ("too", 1.0)])
+    assert [worker.shares[TRAINING] for worker in pool.workers] == [[56, 56], [24, 24], [24, 24], [24, 24]]
 
 
 def test_a_turn_of_a_long_rollout_is_progress() -> None:
