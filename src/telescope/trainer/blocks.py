@@ -34,14 +34,18 @@ ATTENTION_OPERATORS = frozenset(
 the activations, so the output is kept and the rest is recomputed."""
 
 
-def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool) -> None:
+def wrap_blocks(
+    policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool, has_dropout: bool = False
+) -> None:
     """Makes the first `num_recomputed` blocks keep only their input and attention's output. May compile all blocks.
 
     The first blocks are recomputed because backward passes begin at the end: the activations of the last blocks are
-    already freed then.
+    already freed then. With `has_dropout` (of adapters), recomputation draws the random numbers of the forward pass.
     """
     keep: Callable[..., Any] = _run
-    recompute: Callable[..., Any] = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
+    recompute: Callable[..., Any] = functools.partial(
+        _run_and_recompute, keep_attention=not recompute_attention, has_dropout=has_dropout
+    )
     if compiled:
         keep, recompute = _compiled(keep), _compiled(recompute)
     for index, layer in enumerate(policy.layers):
@@ -93,12 +97,11 @@ def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def _run_and_recompute(layer: nn.Module, *args: Any, keep_attention: bool, **kwargs: Any) -> Any:
+def _run_and_recompute(layer: nn.Module, *args: Any, keep_attention: bool, has_dropout: bool, **kwargs: Any) -> Any:
     options: dict[str, Any] = {"use_reentrant": False}
     if keep_attention:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose)
-    # Forward passes draw no random numbers, so none must be replayed.
-    return checkpoint(type(layer).forward, layer, *args, preserve_rng_state=False, **options, **kwargs)
+    return checkpoint(type(layer).forward, layer, *args, preserve_rng_state=has_dropout, **options, **kwargs)
 
 
 def _choose(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

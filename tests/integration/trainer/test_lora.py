@@ -28,6 +28,7 @@ from tests.integration.trainer.trainer_cases import (
     relative_error,
     run_here,
     run_ranks,
+    step_gradient,
     weights,
     write_meta,
 )
@@ -181,6 +182,15 @@ def test_a_resumed_run_with_dropout_is_bit_equal(results, num_ranks):
     assert found["num_trained"] == 2 * len(moved)
     for one, other in (("restarted", "start"), ("loaded", "weights_2"), ("weights_4_again", "weights_4")):
         assert all(torch.equal(found[one][name], tensor) for name, tensor in found[other].items()), one
+
+
+def test_recomputed_blocks_drop_the_values_that_the_forward_pass_dropped(models, source, one_rank):
+    models["lora"] = source
+    found = []
+    for recompute in (False, True):
+        trainer = one_rank("lora", **FIELDS, lora_dropout=0.3, gradient_checkpointing=recompute)
+        found.append(step_gradient(trainer, packed_share(trainer, make_samples(LENGTHS))))
+    assert relative_error(*found) < 1e-12
 
 
 def test_a_checkpoint_holds_the_adapter_alone(results):

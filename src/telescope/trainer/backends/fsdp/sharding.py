@@ -62,6 +62,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         num_recomputed=num_recomputed(config, len(policy.layers)),
         recompute_attention=recomputes_attention(config.recompute_attention, config, model_shape, gpu_memory),
         compiled=compiles_blocks(config, policy, device),
+        has_dropout=bool(config.lora_rank and config.lora_dropout),
     )
     is_tied = policy.is_tied
     reshard = reshards_after_forward(config.fsdp_reshard_after_forward, device.type)
