@@ -130,8 +130,9 @@ class StepMetrics:
         }
         values_NK = torch.stack([columns[name].double() for name in _SUMS], dim=1)
         low, high = HISTOGRAM_DECADES
-        bin_N = ((difference_N.log10().clamp(low, high) - low) * (HISTOGRAM_BINS / (high - low))).long()
-        bin_N.clamp_(max=HISTOGRAM_BINS - 1)
+        # NaN counts as the largest difference. As an integer it would be no bin.
+        decade_N = difference_N.log10().nan_to_num_(nan=high).clamp_(low, high)
+        bin_N = ((decade_N - low) * (HISTOGRAM_BINS / (high - low))).long().clamp_(max=HISTOGRAM_BINS - 1)
         age_row_N = len(self._environments) + torch.bucketize(age_N, self._ages, right=True)
         for row_N, counted_N in ((batch.environment_N, on_policy_N), (age_row_N, ones_N)):
             self._sums[:, : len(_SUMS)].index_add_(0, row_N, values_NK)

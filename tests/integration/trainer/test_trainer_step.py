@@ -160,6 +160,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(o
     assert relative_error(weights(trainer), before) == 0.0
 
 
+def test_logprobs_that_are_not_finite_stop_the_run_with_the_same_message(one_rank):
+    trainer = one_rank()
+    with torch.no_grad():
+        trainer.backend.policy.head.weight.to_local()[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="mixed_precision_dtype is None"):
+        trainer.train_step(packed(make_samples(LENGTHS), step=7))
+
+
 def test_a_gradient_clip_of_0_clips_nothing(one_rank):
     trained = []
     for bound in (0.0, 1e9):
