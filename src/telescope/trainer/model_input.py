@@ -72,8 +72,9 @@ def model_input(
 
 
 def _side_by_side(micro_batch: MicroBatch, device: torch.device) -> ModelInput:
-    """Gives each sample of a row, and its padding, its own row. Shorter rows end with repeats of position 0."""
-    starts_S, lengths_S = micro_batch.cu_seqlens[:-1], np.diff(micro_batch.cu_seqlens)
+    """Gives each sample of a row its own row, without the padding. Shorter rows end with repeats of position 0."""
+    num_rows = max(len(micro_batch.sample_ids), 1)  # a dummy has only padding
+    starts_S, lengths_S = micro_batch.cu_seqlens[:num_rows], np.diff(micro_batch.cu_seqlens)[:num_rows]
     longest = int(lengths_S.max())
     offset_T = np.arange(longest)
     source_ST = np.where(offset_T < lengths_S[:, None], starts_S[:, None] + offset_T, starts_S[:, None])

@@ -11,7 +11,7 @@ from tests.unit.trainer.test_packing import make_sample, rows_of
 from telescope.trainer.batch import MicroBatch
 from telescope.trainer.loss import prepare, to_device
 from telescope.trainer.model_input import model_input
-from telescope.trainer.packing import pack_step
+from telescope.trainer.packing import lay_out, pack_step
 
 CPU = torch.device("cpu")
 ARRAYS = ("token_ids_T", "position_ids_T", "engine_logprob_T", "advantage_T", "sample_index_T")
@@ -45,6 +45,16 @@ def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wan
     }
     indices = given.token_ids_ST, given.predicting_N, given.target_N, rows.sample_N
     assert {index.dtype for index in indices} == {torch.int64}
+
+
+def test_samples_side_by_side_have_no_row_of_padding():
+    row = lay_out([make_sample(0, 9), make_sample(1, 20)], pad_to_multiple_of=64)
+    given = model_input(row, CPU, None)
+    assert given.token_ids_ST.shape == (2, 20)
+    assert given.token_ids_ST[0, :9].tolist() == row.token_ids_T[:9].tolist()
+    assert given.token_ids_ST[1].tolist() == row.token_ids_T[9:29].tolist()
+    assert given.target_N.tolist() == given.token_ids_ST.flatten()[given.predicting_N + 1].tolist()
+    assert model_input(lay_out([]), CPU, None).token_ids_ST.shape == (1, 2), "a dummy"
 
 
 def test_read_only_arrays_are_copied():
