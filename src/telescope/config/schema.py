@@ -135,9 +135,10 @@ class TelescopeConfig(
         return self.max_concurrent_prompts_per_server * self.group_size
 
     @property
-    def engine_precision(self) -> str:
-        """What the engine multiplies with: its quantization, else its dtype."""
-        return self.engine_dtype if self.inference_quantization == "none" else self.inference_quantization
+    def precisions(self) -> tuple[str, str]:
+        """What the engine and the trainer multiply with: a quantization, else a dtype."""
+        engine = self.engine_dtype if self.inference_quantization == "none" else self.inference_quantization
+        return engine, "fp8_per_block" if self.megatron_fp8 else self.compute_dtype
 
     @property
     def compute_dtype(self) -> str:

@@ -318,7 +318,7 @@ async def load_folder(client: EngineBackend, update: UpdateInfo) -> None:
     loaded = await client.fingerprints()
     if not loaded:
         raise InfrastructureError(f"no worker of {client.base_url} answered")
-    report = await asyncio.to_thread(compare, sent=loaded[0]["read"], loaded=loaded, dtype=update.dtype)
+    report = await asyncio.to_thread(compare, sent=loaded[0]["read"], loaded=loaded)
     if not report.ok:
         raise RunError(f"server {client.server_index} has not loaded the weights of {update.folder}: {report}")
     logger.info("server %d has loaded %s: %s", client.server_index, update.folder, report)

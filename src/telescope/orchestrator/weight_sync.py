@@ -375,7 +375,7 @@ class WeightSync:
                 loaded=loaded,
                 trainer_logprobs=trainer_logprobs,
                 engine_logprobs=engine_logprobs,
-                dtype=self.config.engine_precision,
+                precisions=self.config.precisions,
             )
         return probes
 

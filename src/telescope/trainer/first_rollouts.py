@@ -28,9 +28,7 @@ class FirstRollouts:
     """Sums differences of logprobs by position, over all ranks. `config` is the run's, `text_config` the model's."""
 
     def __init__(self, config: Any, text_config: Any, device: torch.device) -> None:
-        precisions = [config.engine_precision, config.compute_dtype]
-        precisions += ["fp8_per_block"] if getattr(config, "megatron_fp8", False) else []
-        self._dtype, self._tolerance = loosest_tolerance(precisions, config.temperature)
+        self._dtype, self._tolerance = loosest_tolerance(config.precisions, config.temperature)
         self._boundaries = boundaries_of(text_config)
         powers = {FIRST_EDGE << k for k in range(32) if FIRST_EDGE << k < config.seq_len}
         self._edges = np.array(sorted({0} | powers | {edge for edge in self._boundaries if edge < config.seq_len}))

@@ -72,7 +72,7 @@ async def check_parity(components: RunComponents, samples: list[TrainSample], in
         f"engine and trainer logprobs agree (temperature {config.temperature:g})",
         engine_logprobs(samples),
         await _trainer_logprobs(components, samples, inputs),
-        (config.engine_precision, components.config.compute_dtype),
+        config.precisions,
         config.temperature,
     )
 
@@ -82,7 +82,7 @@ async def check_top_p(components: RunComponents, samples: list[TrainSample], inp
     config = components.config
     assert config.top_p is not None
     above_N = engine_logprobs(samples) - await _trainer_logprobs(components, samples, inputs)
-    dtype, tolerance = loosest_tolerance((config.engine_precision, components.config.compute_dtype), config.temperature)
+    dtype, tolerance = loosest_tolerance(config.precisions, config.temperature)
     largest = -math.log(config.top_p)
     inside_N = (above_N >= -tolerance.maximum) & (above_N <= largest + tolerance.maximum)
     return Check(
@@ -187,7 +187,7 @@ async def check_first_step(components: RunComponents, inputs: list[StepInput]) -
         metrics = (await components.trainer.train_step(inputs)).metrics
     except RunError as error:  # the trainer's own comparison with the engine failed
         return Check(name, str(error), "no more than rounding", ok=False)
-    dtype, _ = loosest_tolerance((config.engine_precision, components.config.compute_dtype), 1.0)
+    dtype, _ = loosest_tolerance(config.precisions, 1.0)
     bound = KL_BOUNDS[dtype if dtype in KL_BOUNDS else "float32"] / min(config.temperature, 1.0) ** 2
     kl, norm = metrics["kl_divergence_inference"], metrics["grad_norm"]
     return Check(

@@ -34,7 +34,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     # Rounding of 2^-4 of weights and activations in every product of one side.
     "fp8_per_block": Tolerance(maximum=4.0, mean=0.3),
 }
-"""Tolerances by the engine's dtype or quantization. They are wide because fingerprints detect stale weights."""
+"""Tolerances by dtype or quantization. They are wide because fingerprints detect stale weights."""
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
@@ -51,7 +51,7 @@ def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, T
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
-    """Differences of logprobs over N tokens, in nats, with the bounds of the engine's dtype."""
+    """Differences of logprobs over N tokens, in nats, with their bounds."""
 
     num_tokens: int
     maximum: float
@@ -114,16 +114,16 @@ def compare(
     loaded: Sequence[Mapping[str, Any]] | None,
     trainer_logprobs: Sequence[float] | None = None,
     engine_logprobs: Sequence[float] | None = None,
-    dtype: str = "float32",
+    precisions: Sequence[str] = ("float32",),
 ) -> ProbeReport:
     """Compares one engine with the sent tensors. `sent` is `SendReport.fingerprints` of all ranks.
 
     `loaded` is the result of `EngineBackend.fingerprints`, None for an engine with an adapter. Logprobs are of the same
-    tokens in the same order; give both or none. `dtype` is the engine's, or its quantization.
+    tokens in the same order; give both or none. `precisions` are what engine and trainer multiply with.
     """
     logprobs = None
     if trainer_logprobs is not None and engine_logprobs is not None:
-        logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, dtype)
+        logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, precisions)
     if loaded is None:
         return ProbeReport(0, logprobs=logprobs, has_adapter=True)
     mismatched = {} if loaded else dict.fromkeys(sent, "no worker answered")
@@ -141,8 +141,8 @@ def compare(
     )
 
 
-def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: str) -> LogprobComparison:
-    """Compares logprobs of the same tokens at temperature 1, with the tolerance of `dtype`.
+def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], precisions: Sequence[str]) -> LogprobComparison:
+    """Compares logprobs of the same tokens at temperature 1, with the tolerance of the least exact precision.
 
     Raises ValueError if the two sides have different numbers of tokens, or none.
     """
@@ -152,7 +152,7 @@ def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: s
     # max() ignores NaN, a sum does not.
     mean = sum(differences) / len(differences)
     maximum = max(differences) if mean == mean else mean
-    return LogprobComparison(len(differences), maximum, mean, TOLERANCES[dtype])
+    return LogprobComparison(len(differences), maximum, mean, loosest_tolerance(precisions, 1.0)[1])
 
 
 def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) -> str | None:

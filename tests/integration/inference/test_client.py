@@ -246,7 +246,7 @@ async def test_nan_weights_are_a_valid_probe_answer() -> None:
         logprobs = await client.prompt_logprobs([1, 2, 3])
         await client.close()
     assert len(logprobs) == 2 and all(math.isnan(value) for value in logprobs)
-    assert not compare_logprobs([-1.0, -2.0], logprobs, "float32").ok
+    assert not compare_logprobs([-1.0, -2.0], logprobs, ["float32"]).ok
 
 
 async def test_a_failure_in_one_worker_fails_the_server() -> None:

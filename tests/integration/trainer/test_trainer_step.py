@@ -296,7 +296,7 @@ def test_what_is_sent_to_engines_is_cast_before_it_is_gathered(one_rank, monkeyp
 
 
 def test_every_field_that_these_tests_set_is_one_of_the_configuration():
-    derived = {"hash", "engine_precision", "compute_dtype"}
+    derived = {"hash", "precisions", "compute_dtype"}
     assert set(vars(make_config("a/model"))) - derived <= set(TelescopeConfig.model_fields)
 
 

@@ -101,12 +101,12 @@ def make_config(model: str, **changes: Any) -> Any:
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
         "seq_len": 200, "pad_to_multiple_of": 8, "number_of_steps": 10, "track_gpu_events": True,
-        "hash": "0123456789ab", "compare_first_steps": 0, "engine_precision": "float32",
+        "hash": "0123456789ab", "compare_first_steps": 0,
         "environments": [SimpleNamespace(name="countdown")],
     }  # fmt: skip
     merged = defaults | fields | changes
     computed = merged["mixed_precision_dtype"] or merged["model_dtype"]
-    return SimpleNamespace(**({"compute_dtype": computed} | merged))
+    return SimpleNamespace(**({"compute_dtype": computed, "precisions": ("float32", computed)} | merged))
 
 
 def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, version: int = 0) -> list[TrainSample]:

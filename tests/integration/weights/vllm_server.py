@@ -330,7 +330,7 @@ class Server:
         return compare(
             sent=report.fingerprints, loaded=self.run(self.client.fingerprints()),
             trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
-            engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)), dtype=self.dtype,
+            engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)), precisions=[self.dtype],
         )  # fmt: skip
 
     def break_off(self) -> None:

@@ -124,3 +124,4 @@ def test_derived_numbers():
     assert config().engine_dtype == "bfloat16"
     assert config(mixed_precision_dtype=None).engine_dtype == "float32"
     assert config(inference_dtype="float16").engine_dtype == "float16"
+    assert config(inference_dtype="float32").precisions == ("float32", "bfloat16")

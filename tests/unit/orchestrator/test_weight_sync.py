@@ -233,10 +233,16 @@ async def test_a_tensor_that_differs_from_the_sent_one_ends_the_run_with_its_nam
 
 
 async def test_differing_logprobs_end_the_run_even_with_equal_tensors():
-    bench = Bench(fields={"inference_dtype": "float32"})
+    bench = Bench(fields={"mixed_precision_dtype": None})
     bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
     with pytest.raises(WeightMismatch, match=r"has the weights of .* tokens differ by 0\.1 .*learning_rate"):
         await bench.step()
+
+
+async def test_an_engine_may_differ_by_the_rounding_of_the_trainer():
+    bench = Bench(fields={"inference_dtype": "float32", "mixed_precision_dtype": "bfloat16"})
+    bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
+    await bench.step()
 
 
 async def test_the_first_weights_are_compared_on_every_server_and_not_sent(bench):

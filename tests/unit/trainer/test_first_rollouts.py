@@ -94,7 +94,7 @@ def compare(
             )
         )
     config = SimpleNamespace(
-        engine_precision="float32", compute_dtype="float32", temperature=1.0, seq_len=256, top_p=None,
+        precisions=("float32", "float32"), temperature=1.0, seq_len=256, top_p=None,
         compare_first_steps=3,
         lora_rank=0,
     )  # fmt: skip

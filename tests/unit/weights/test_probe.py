@@ -80,12 +80,14 @@ def test_a_probe_of_nothing_is_not_ok():
     assert not compare(sent={}, loaded=[{"tensors": {}, "shapes": {}}]).ok
 
 
-def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(tensor, sent):
+def test_logprobs_within_the_tolerance_of_the_less_exact_side_pass_and_others_fail(tensor, sent):
     loaded = [worker(share(tensor, (0, 8), (0, 6)))]
-    for dtype, tolerance in TOLERANCES.items():
+    pairs = [pair for dtype in TOLERANCES for pair in (("float32", dtype), (dtype, "float32"))]
+    for pair in pairs:
+        tolerance = max((TOLERANCES[dtype] for dtype in pair), key=lambda tolerance: tolerance.mean)
         near, far = [-1.0 + tolerance.mean / 2] * 4, [-1.0 + tolerance.mean * 2] * 4
         verdicts = [
-            compare(sent=sent, loaded=loaded, trainer_logprobs=[-1.0] * 4, engine_logprobs=engine, dtype=dtype).ok
+            compare(sent=sent, loaded=loaded, trainer_logprobs=[-1.0] * 4, engine_logprobs=engine, precisions=pair).ok
             for engine in (near, far)
         ]
         assert verdicts == [True, False]
@@ -93,14 +95,14 @@ def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(tensor,
 
 def test_one_token_far_off_and_nan_fail():
     trainer = [-2.0] * 100
-    assert not compare_logprobs(trainer, [-2.0] * 99 + [-2.1], "float32").ok
-    assert not compare_logprobs(trainer, [float("nan")] + [-2.0] * 99, "bfloat16").ok
-    assert not compare_logprobs(trainer, [-2.0] * 99 + [float("-inf")], "bfloat16").ok
+    assert not compare_logprobs(trainer, [-2.0] * 99 + [-2.1], ["float32"]).ok
+    assert not compare_logprobs(trainer, [float("nan")] + [-2.0] * 99, ["bfloat16"]).ok
+    assert not compare_logprobs(trainer, [-2.0] * 99 + [float("-inf")], ["bfloat16"]).ok
 
 
 def test_logprobs_of_different_texts_cannot_be_compared():
     with pytest.raises(ValueError, match="2 logprobs of the trainer with 1"):
-        compare_logprobs([0.0, 0.0], [0.0], "float32")
+        compare_logprobs([0.0, 0.0], [0.0], ["float32"])
 
 
 def test_the_message_names_the_tensors_and_keeps_its_length():
