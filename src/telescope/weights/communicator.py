@@ -133,13 +133,16 @@ class Communicator:
             self._in_flight.append(broadcast)
         return broadcast
 
+    def announce(self, digest: str) -> None:
+        """Announces a transfer to the other ranks. Returns at once; `agree` must follow."""
+        self.channel.send({"kind": "begin", "digest": digest})
+
     def agree(self, digest: str, deadline: float) -> None:
-        """Announces a transfer on rank 0, and compares it on the other ranks.
+        """Waits until a transfer is announced and all ranks agree on it. Rank 0 has called `announce`.
 
         Raises `TransferError` on every rank if one disagrees.
         """
         if self.rank == 0:
-            self.channel.send({"kind": "begin", "digest": digest})
             self._collect("ready", deadline, "engine ranks to be ready to receive")
             return
         _, message = self._receive(deadline, "the sender to begin")

@@ -72,7 +72,7 @@ class Rendezvous:
                         continue
                     raise DeadlineExceeded(
                         f"weight transfer: engine ranks {missing} did not connect to {self.host}:{self.port} within "
-                        f"{timeout:.0f} s"
+                        f"{timeout:.0f} s (ray_broadcast_init_timeout_s)"
                     ) from error
                 except OSError as error:  # the listener was closed
                     raise TransferError(f"weight transfer: {self.aborted or error}") from error

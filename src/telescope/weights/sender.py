@@ -5,8 +5,9 @@ Does not gather (the trainer's iterator does, collectively on all ranks) and doe
 finishes the update on each engine: `orchestrator.weight_sync`).
 
 Invariants: every rank drains the iterator even if engines fail, so that the trainer's collectives match. An engine that
-exits or misses the deadline fails its own communicator and is listed in the report. Bucket i + 1 is gathered while
-bucket i is sent. A buffer is written again only after all its broadcasts have ended.
+exits or misses the deadline fails its own communicator and is listed in the report, early enough for the others to get
+all buckets. Bucket i + 1 is gathered while bucket i is sent. A buffer is written again only after all its broadcasts
+have ended.
 """
 
 import time
@@ -25,6 +26,8 @@ from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets
 
 _NUM_BUFFERS = 2
 """One is sent while the other is filled."""
+_PATIENCE = 0.5
+"""Share of the timeout after which an engine that does not respond is given up, since all other engines wait for it."""
 
 
 @dataclass(slots=True)
@@ -151,6 +154,7 @@ class _Send:
         self.live = {e: c for e, c in sender._communicators.items() if e in engines}
         self.start = time.monotonic()
         self.deadline = self.start + self.update.timeout_seconds
+        self.patience = self.update.timeout_seconds * (_PATIENCE if len(engines) > 1 else 1.0)
         self.report = SendReport()
         self.weights_device = torch.device(sender.device)
         self.device = torch.device("cpu") if sender.cpu_staging else self.weights_device
@@ -163,7 +167,10 @@ class _Send:
     def run(self) -> SendReport:
         buckets = plan_buckets(self.update)
         with self.timeline.span("weight_broadcast_agree"):
-            self._on_each(lambda engine, communicator: communicator.agree(self.update.digest, self.deadline))
+            limit = self._limit()
+            for communicator in self.live.values():
+                communicator.announce(self.update.digest)
+            self._on_each(lambda engine, communicator: communicator.agree(self.update.digest, limit))
         for index, bucket in enumerate(buckets):
             slot = index % _NUM_BUFFERS
             with self.timeline.span("weight_broadcast_wait"):
@@ -185,6 +192,10 @@ class _Send:
             self._on_each(self._conclude)
         self.report.spans = self.timeline.finish()
         return self.report
+
+    def _limit(self) -> float:
+        """Returns when a wait for engines that begins now ends. Those that have responded by then go on."""
+        return min(self.deadline, time.monotonic() + self.patience)
 
     def _on_each(self, wait_for: Callable[[int, Communicator], Any]) -> None:
         """Calls `wait_for` for every engine that has not failed."""
@@ -228,11 +239,12 @@ class _Send:
         return flat
 
     def _wait(self, slot: int) -> None:
+        limit = self._limit()
         for engine, broadcast in self.in_flight[slot]:
             if engine not in self.live:
                 continue
             try:
-                broadcast.wait(self.deadline)
+                broadcast.wait(limit)
             except (TransferError, DeadlineExceeded) as error:
                 self._lose(engine, error)
                 # A broken communicator may still read its buffer: replace the buffer.
@@ -245,8 +257,11 @@ class _Send:
 
     def _lose(self, engine: int, error: Exception) -> None:
         communicator = self.live.pop(engine)
-        communicator.abort(str(error))
-        self.report.errors[engine] = str(error)
+        reason = str(error)
+        if isinstance(error, DeadlineExceeded):
+            reason += f" (weight_sync_timeout_seconds is {self.update.timeout_seconds:g})"
+        communicator.abort(reason)
+        self.report.errors[engine] = reason
 
 
 def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,17 @@ def test_a_hanging_engine_only_costs_its_deadline(tensors, engines):
     assert list(engines.sender.send(iter(tensors.items()), update, [0]).errors) == [0], "it must connect anew"
 
 
+def test_others_get_weights_while_engines_hang(tensors, engines):
+    update = update_of(tensors, timeout_seconds=8.0)
+    for engine in (0, 1):
+        engines.start(engine, [update], fault="hang before")
+    healthy = engines.start(2, [update])
+    report = engines.sender.send(iter(tensors.items()), update, [0, 1, 2])
+    assert sorted(report.errors) == [0, 1]
+    assert "weight_sync_timeout_seconds is 8" in report.errors[0]
+    assert [answer["loaded"] for answer in healthy.answers()] == [expected(tensors, torch.float32)]
+
+
 def test_abort_from_another_thread_frees_a_blocked_sender(tensors, engines):
     update = update_of(tensors, timeout_seconds=60.0)
     engines.start(0, [update], fault="hang")

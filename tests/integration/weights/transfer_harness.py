@@ -84,6 +84,8 @@ def run_peer(
 
         if fault == "die before":
             os._exit(9)
+        if fault == "hang before":
+            time.sleep(600)
         try:
             receive(communicator, update, load, device=torch.device(device))
         except (TransferError, ValueError) as error:
