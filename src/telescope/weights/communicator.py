@@ -33,6 +33,8 @@ _POLL_FIRST_SECONDS = 1e-4
 _POLL_LAST_SECONDS = 5e-4
 _NCCL_WATCHDOG = timedelta(days=1)
 """NCCL's own time limit ends the whole process, so it must never be reached."""
+_ENVIRONMENT = threading.Lock()
+"""Held while the environment is changed for a new group, since several threads connect engines."""
 _EXPLANATION_SECONDS = 0.5
 """Time for the control channel to report the reason of a transport error."""
 _NCCL_ABORT_SECONDS = 20.0
@@ -260,24 +262,29 @@ def _build_group(
         if device.type != "cuda":
             raise ValueError(f"the NCCL backend needs a CUDA device, got {device}")
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NCCL_WATCHDOG
-        # Errors must be raised. By default an aborted collective ends the process.
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        before = os.environ.get(name)
-        os.environ[name] = "0"
-        try:
-            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+        group = _nccl_group(store, rank, world_size)
         token = torch.full((1,), float(rank == 0), device=device)
     group.broadcast([token], _broadcast_options(0)).wait()
     if token.item() != 1.0:
         raise TransferError(f"weight transfer: the first {backend} broadcast arrived wrong")
     return group
+
+
+def _nccl_group(store: Any, rank: int, world_size: int) -> Any:
+    """Returns an NCCL group that raises errors. By default an aborted collective ends the process."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NCCL_WATCHDOG
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _within(

@@ -1,5 +1,6 @@
 """Connecting to engines: aborts, deadlines, and peers that are refused."""
 
+import os
 import socket
 import threading
 import time
@@ -7,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from telescope.errors import DeadlineExceeded
-from telescope.weights import control_channel
+from telescope.weights import communicator, control_channel
 from telescope.weights.control_channel import Rendezvous, TransferError, join
 from telescope.weights.plan import InitInfo
 from telescope.weights.sender import WeightSender
@@ -118,3 +120,26 @@ def test_a_peer_without_the_token_or_with_another_rank_is_refused() -> None:
     assert len(accepted) == 1
     peer.close()
     accepted[0].close()
+
+
+def test_groups_that_threads_make_at_the_same_time_all_raise_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    seen = []
+
+    class Group:
+        Options = type("Options", (), {})
+
+        def __init__(self, *_: Any) -> None:
+            time.sleep(0.1)  # as torch does, without the interpreter lock
+            seen.append(os.environ.get(variable))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    threads = [threading.Thread(target=communicator._nccl_group, args=(None, 0, 2)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert seen == ["0"] * 2
+    assert variable not in os.environ
