@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from telescope.config.model_contents import safetensors_tensors
-from telescope.config.model_source import is_local_path
+from telescope.config.model_source import is_downloaded, is_local_path
 from telescope.errors import UserError
 from telescope.utils.digests import damage, digests_of
 from telescope.utils.text import single_line, user_path
@@ -85,17 +85,19 @@ def is_whole(folder: Path, origin: ModelOrigin) -> bool:
     return bool(origin.weights) and not damage(folder, origin.weights)
 
 
-def model_folder(model: str) -> Path:
+def model_folder(model: str, *, local: bool = False) -> Path:
     """Returns a model's folder on this machine. Downloads it from the hub if it is an identifier.
 
-    Raises `UserError` if the hub does not have it or cannot be reached.
+    With `local`, does not ask the hub, which may have newer weights. Raises `UserError` if the hub does not have it or
+    cannot be reached.
     """
     if is_local_path(model):
         return user_path(model)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]))
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=local))
     except (OSError, ValueError) as error:
         reason = single_line(str(error)).rstrip(".")
         raise UserError(f"{model} is not a folder here and cannot be downloaded: {reason}. Check the name") from error
@@ -109,7 +111,8 @@ def absolute_model(model: str) -> str:
 def base_weights(model: str) -> dict[str, str] | None:
     """Returns the identity of the adapters' base: `absolute_model` and `weights_digest`. None if it is unreadable."""
     try:
-        return {"model": absolute_model(model), "weights": weights_digest(model_folder(model))}
+        folder = model_folder(model, local=is_downloaded(model))
+        return {"model": absolute_model(model), "weights": weights_digest(folder)}
     except (OSError, ValueError, UserError):
         return None
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -42,7 +43,7 @@ from telescope.trainer.model import PREFIX
 from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.trainer.worker import Trainer
 from telescope.utils.timeline import Timeline
-from telescope.weights.model_folder import base_weights
+from telescope.weights.model_folder import base_weights, weights_digest
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
 
@@ -250,6 +251,16 @@ def test_an_adapter_converts_in_any_folder_and_over_the_weights_of_its_run_only(
     with pytest.raises(UserError, match=r"has adapters for other weights than those in .*models/base: the digest was"):
         convert(checkpoint, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_the_base_of_adapters_is_the_downloaded_model_and_not_a_newer_one_on_the_hub(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: pytest.fail("the hub was asked"))
+    repository = tmp_path / "models--some--model"
+    shutil.copytree(source, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert base_weights("some/model") == {"model": "some/model", "weights": weights_digest(Path(source))}
 
 
 @pytest.mark.parametrize(("targets", "message"), [
