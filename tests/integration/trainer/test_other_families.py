@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.families import FAMILIES
 from tests.integration.trainer.test_gradient_contract import LENGTHS, accumulated, reference_gradient
-from tests.integration.trainer.trainer_cases import VOCAB, make_samples, relative_error
+from tests.integration.trainer.trainer_cases import VOCAB, make_samples, packed_share, relative_error, write_meta
 from transformers import AutoConfig
 
 from telescope.errors import UserError
+from telescope.orchestrator.conversion import convert
 from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.trainer.model import auto_class
 
@@ -52,6 +54,20 @@ def test_the_towers_of_a_wrapper_are_frozen_and_saved(models, one_rank, tmp_path
     found, _ = accumulated(trainer, make_samples(LENGTHS))
     assert relative_error(found, {n: g for n, g in found.items() if g is not None}) == 0
     assert any("vision_tower" in name for name, _ in trainer.backend.named_weights())
+
+
+def test_a_checkpoint_of_a_wrapper_is_converted_with_its_towers(models, one_rank, tmp_path):
+    models["gemma3"] = save(tmp_path / "model", "gemma3")
+    trainer = one_rank("gemma3", model_dtype="float32")
+    trainer.train_step(packed_share(trainer, make_samples(LENGTHS)))
+    trainer.save_checkpoint(1, tmp_path / "step_1")
+    trainer.backend.finish_checkpoint()
+    write_meta(tmp_path / "step_1", models["gemma3"], step=1)
+    convert(tmp_path / "step_1", tmp_path / "hf")
+    found, wanted = load_file(tmp_path / "hf" / "model.safetensors"), dict(trainer.named_weights())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    trainer.backend.load_checkpoint(1, tmp_path / "step_1")
 
 
 def test_what_needs_a_shared_row_is_refused_where_there_is_none(models, one_rank, tmp_path):

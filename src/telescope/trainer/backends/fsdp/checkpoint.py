@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.checkpoint_writer import write_checkpoints
 from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_index, shard_sizes
+from telescope.trainer.lora import is_adapter
 from telescope.utils.data import split_by_size
 from telescope.weights.plan import TensorMeta
 
@@ -109,13 +110,13 @@ def _on_all_ranks(holds: bool) -> bool:
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns the trained weights by their names in the model, and the optimizer's state if there is one. Collective.
+    """Returns the weights by their names in the model, and the optimizer's state if there is one. Collective.
 
-    Omits frozen weights (of a model with adapters), because the run's first model has them.
+    Of a model with adapters these are the trained adapters alone, because the run's first model has the other weights.
     """
-    frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     model_state, optimizer_state = state_dict.get_state_dict(policy, optimizer or [])
-    state: dict[str, Any] = {MODEL: {name: value for name, value in model_state.items() if name not in frozen}}
+    adapters = {name for name, p in policy.named_parameters() if is_adapter(name) and p.requires_grad}
+    state: dict[str, Any] = {MODEL: {n: value for n, value in model_state.items() if not adapters or n in adapters}}
     return state if optimizer is None else state | {OPTIMIZER: optimizer_state}
 
 
