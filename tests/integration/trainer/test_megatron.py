@@ -1,6 +1,7 @@
 """Megatron's ranks compute what transformers and the FSDP backend compute, however the model is divided."""
 
 import functools
+import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +206,20 @@ def refused_job(trainer: Trainer, folder: Path) -> str:
     return "loaded"
 
 
+def full_disk_job(trainer: Trainer, folder: Path) -> str:
+    """The error of a checkpoint that does not fit on the disk, after which the ranks go on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        trainer.save_checkpoint(2, folder)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        weights(trainer)
+    return "saved"
+
+
 @dataclass
 class Results:
     """By case: what `gradient_job`, `steps_job` and `resumed_job` returned on each rank."""
@@ -214,6 +229,7 @@ class Results:
     resumed: dict[str, list[Any]]
     divided_anew: dict[str, list[Any]]
     refused: list[str]
+    full_disk: list[str]
     folders: dict[str, Path]
 
 
@@ -237,12 +253,15 @@ def results(families, tmp_path_factory):
     for case, changes in DIVIDED_ANEW.items():
         jobs.append((resumed_job, config_of(families[RESUMED[case][0]], **changes), (folders[case],)))
     jobs.append((refused_job, config_of(families["qwen2"]), (folders["dp2 with distributed optimizer"],)))
+    (root / "full").mkdir()
+    jobs.append((full_disk_job, config_of(families["qwen2"]), (root / "full",)))
     found = iter(run_ranks(jobs, num_ranks=2, folder=root / "ranks"))
     return Results(
         {case: next(found) for case in CASES},
         {case: next(found) for case in TRAINED},
         {case: next(found) for case in RESUMED},
         {case: next(found) for case in DIVIDED_ANEW},
+        next(found),
         next(found),
         folders,
     )
@@ -350,6 +369,11 @@ def test_a_checkpoint_loads_into_another_division_of_the_model(results, case):
 def test_the_state_of_another_optimizer_is_refused_with_the_field(results):
     for error in results.refused:
         assert "set megatron_use_distributed_optimizer as in the run" in error
+
+
+def test_a_checkpoint_that_the_disk_cannot_take_is_an_error_of_every_rank(results):
+    assert "OSError" in results.full_disk[0]
+    assert results.full_disk[1] != "saved"
 
 
 @pytest.mark.parametrize("case", RESUMED)

@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from telescope.errors import RunError
 from telescope.trainer.backends.megatron.optimizer import inner_optimizers
@@ -33,11 +34,15 @@ def _metadata() -> dict[str, Any]:
 
 
 def save(stage: GPTModel, optimizer: MegatronOptimizer | None, directory: Path) -> None:
-    """Writes the weights and, with an optimizer, its state. Collective."""
+    """Writes the weights and, with an optimizer, its state. Raises `OSError` on all ranks. Collective."""
     state: dict[str, Any] = {MODEL: _weights(stage)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(state[MODEL], metadata=_metadata())
-    dist_checkpointing.save(state, str(directory), validate_access_integrity=False)
+    try:
+        dist_checkpointing.save(state, str(directory), validate_access_integrity=False)
+    except CheckpointException as error:  # no `Exception`; only the first rank knows the reasons
+        reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+        raise OSError("; ".join(reasons) or "the first rank's error has the reasons") from error
 
 
 def load(stage: GPTModel, optimizer: MegatronOptimizer, directory: Path) -> None:
