@@ -241,7 +241,7 @@ class RLBackend(TrainingBackend):
         weights = self.named_weights(DTYPES[dtype])
         error: OSError | None = None
         if self.rank == 0:
-            metas = [replace(meta, dtype=dtype) for meta in self.weight_metadata()]
+            metas = [meta if meta.exact else replace(meta, dtype=dtype) for meta in self.weight_metadata()]
             loaded = self.hf_config.to_json_string().encode()  # for a model folder that no longer exists
             try:
                 files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)

@@ -42,16 +42,17 @@ SHARED_BY_VALUES = {"v_proj": "k_proj"}
 def engine_weights(
     model: nn.Module,
     metas: list[TensorMeta],
-    dtype: torch.dtype,
     reference: QuantizedReference | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Reads every tensor of `metas` from this worker's `model`. `metas` have the trainer's names and full shapes.
+    """Reads every tensor of `metas` from this worker's `model`.
+
+    `metas` have the trainer's names, the full shapes and the dtypes of the transfer.
 
     Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists the
-    engine's parameters that no tensor explains, `ignored` the tensors that its loader drops. `dtype` is the dtype of
-    the transfer. `reference` has observed the last update, and is needed for quantized models. `tied` maps second names
-    of parameters that were shared when the model was built.
+    engine's parameters that no tensor explains, `ignored` the tensors that its loader drops. `reference` has observed
+    the last update, and is needed for quantized models. `tied` maps second names of parameters that were shared when
+    the model was built.
     """
     named, packing = list(zip(metas, engine_names(model, metas), strict=True)), _packing(model)
     # An engine that serves only text leaves out the towers of other media.
@@ -71,6 +72,7 @@ def engine_weights(
             unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
             continue
         if attribute not in quantized:
+            dtype: torch.dtype = getattr(torch, sent[slices[0][0]].dtype)
             read = _read(module, place, attribute, parameter, slices, dtype, model)
         elif reference is not None:
             read = reference.shares(module, place, attribute, slices)

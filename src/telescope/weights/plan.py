@@ -9,12 +9,17 @@ larger. Both ends compare `UpdateInfo.digest` before the first byte, because glo
 about a size.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
 
@@ -34,6 +39,8 @@ class TensorMeta:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    exact: bool = False
+    """Whether engines keep it in this dtype whatever theirs is, as a buffer that corrects the router's scores."""
 
     @property
     def numel(self) -> int:
@@ -42,7 +49,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one broadcast of `num_elements` elements, alignment gaps included."""
+    """Tensors of one broadcast of `num_elements` elements of the transfer's dtype, alignment gaps included."""
 
     entries: tuple[tuple[TensorMeta, int], ...]
     """Each tensor and the element at which it begins."""
@@ -86,6 +93,8 @@ class UpdateInfo:
     """Whether engines prepare to be compared with this update (`weights.engine_quantized`)."""
     folder: str = ""
     """Model folder from which every worker loads the tensors itself, instead of a transfer."""
+    wide: list[str] = field(default_factory=list)
+    """Names of the tensors that are sent in float32 although `dtype` is narrower (`TensorMeta.exact`)."""
 
     def __post_init__(self) -> None:
         assert self.dtype in ITEM_BYTES, f"weights cannot be sent as {self.dtype}"
@@ -93,17 +102,18 @@ class UpdateInfo:
 
     @property
     def metas(self) -> list[TensorMeta]:
-        return [TensorMeta(n, tuple(s), self.dtype) for n, s in zip(self.names, self.shapes, strict=True)]
+        dtypes = dict.fromkeys(self.names, self.dtype) | dict.fromkeys(self.wide, "float32")
+        return [TensorMeta(n, tuple(s), dtypes[n]) for n, s in zip(self.names, self.shapes, strict=True)]
 
     @property
     def num_bytes(self) -> int:
         """Returns the payload of the sync in bytes, without alignment gaps."""
-        return sum(meta.numel for meta in self.metas) * ITEM_BYTES[self.dtype]
+        return sum(meta.numel * ITEM_BYTES[meta.dtype] for meta in self.metas)
 
     @property
     def digest(self) -> str:
         """Returns a hex digest of everything on which both sides must agree."""
-        agreed = [self.version, self.dtype, self.mode, self.bucket_bytes, self.names, self.shapes]
+        agreed = [self.version, self.dtype, self.mode, self.bucket_bytes, self.names, self.shapes, self.wide]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,6 +145,7 @@ def make_update(
         shapes=[list(meta.shape) for meta in metas],
         timeout_seconds=timeout_seconds,
         folder=folder,
+        wide=[meta.name for meta in metas if meta.exact and meta.dtype == "float32" != dtype],
     )
 
 
@@ -151,9 +162,19 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
     used = 0
     for meta in update.metas:
         offset = -(-used // step) * step
-        if entries and offset + meta.numel > limit:
+        size = meta.numel * ITEM_BYTES[meta.dtype] // item
+        if entries and offset + size > limit:
             buckets.append(Bucket(tuple(entries), used))
             entries, offset = [], 0
         entries.append((meta, offset))
-        used = offset + meta.numel
+        used = offset + size
     return [*buckets, Bucket(tuple(entries), used)] if entries else buckets
+
+
+def tensor_in(bucket_N: torch.Tensor, meta: TensorMeta, start: int) -> torch.Tensor:
+    """Returns a view of a tensor in a bucket of N elements, of which `start` is its first."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    size = meta.numel * dtype.itemsize // bucket_N.element_size()
+    return bucket_N[start : start + size].view(dtype).view(meta.shape)

@@ -36,7 +36,7 @@ from torch import nn
 from telescope.errors import DeadlineExceeded
 from telescope.utils.text import listed
 from telescope.weights.communicator import Broadcast, Communicator
-from telescope.weights.plan import UpdateInfo, plan_buckets
+from telescope.weights.plan import UpdateInfo, plan_buckets, tensor_in
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -117,7 +117,7 @@ def receive(
             current.wait(deadline)
             loading = time.monotonic()
             flat = current.tensor.to(device)
-            load([(meta.name, flat[at : at + meta.numel].view(meta.shape)) for meta, at in bucket.entries])
+            load([(meta.name, tensor_in(flat, meta, at)) for meta, at in bucket.entries])
             wait_seconds += loading - waited
             load_seconds += time.monotonic() - loading
         settling = time.monotonic()

@@ -22,7 +22,7 @@ from telescope.utils.timeline import Span, Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
 from telescope.weights.control_channel import Rendezvous, TransferError
 from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets
+from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets, tensor_in
 
 _NUM_BUFFERS = 2
 """One is sent while the other is filled."""
@@ -225,15 +225,14 @@ class _Send:
                 )
             if flat is None and not self.only_fingerprints:
                 continue
-            cast = tensor.detach().to(dtype)
+            cast = tensor.detach().to(getattr(torch, meta.dtype))
             if self.want_fingerprints:
                 self.report.fingerprints[name] = to_hex(fingerprint(cast))
             if flat is None:
                 continue
             if name == self.corrupt:
                 cast = flip_one_bit(cast)
-            target = flat[offset : offset + meta.numel].view(meta.shape)
-            target.copy_(cast, non_blocking=self.pinned)
+            tensor_in(flat, meta, offset).copy_(cast, non_blocking=self.pinned)
         if flat is not None and self.staged_from_gpu:
             torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device
         return flat

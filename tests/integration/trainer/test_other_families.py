@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES
 from tests.integration.trainer.test_gradient_contract import LENGTHS, accumulated, reference_gradient
 from tests.integration.trainer.trainer_cases import VOCAB, make_samples, packed_share, relative_error, write_meta
@@ -14,6 +14,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.trainer.model import auto_class
+from telescope.weights.plan import make_update
 
 BOUND = 1e-6
 """Norms and rotary positions are float32 in most families, whatever the dtype."""
@@ -68,6 +69,25 @@ def test_a_checkpoint_of_a_wrapper_is_converted_with_its_towers(models, one_rank
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     trainer.backend.load_checkpoint(1, tmp_path / "step_1")
+
+
+def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewer_bits(models, one_rank, tmp_path):
+    models["glm4_moe"] = save(tmp_path / "model", "glm4_moe")
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    (name,) = (name for name in stored if name.endswith("e_score_correction_bias"))
+    stored[name] = torch.randn(stored[name].shape, generator=torch.Generator().manual_seed(0))
+    save_file(stored, file, metadata={"format": "pt"})
+    trainer = one_rank("glm4_moe", model_dtype="bfloat16")
+    sent = dict(trainer.named_weights(torch.bfloat16))
+    assert torch.equal(sent[name], stored[name])
+    assert {tensor.dtype for other, tensor in sent.items() if other != name} == {torch.bfloat16}
+    update = make_update(trainer.backend.weight_metadata(), version=1, dtype="bfloat16")
+    assert update.wide == [name]
+    trainer.backend.save_hf(tmp_path / "hf")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(saved[name], stored[name])
+    assert {tensor.dtype for other, tensor in saved.items() if other != name} == {torch.bfloat16}
 
 
 def test_what_needs_a_shared_row_is_refused_where_there_is_none(models, one_rank, tmp_path):

@@ -43,6 +43,15 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(t
         assert answers[index]["loaded"] == answers[index + 3]["loaded"] == report.fingerprints
 
 
+@pytest.mark.parametrize("mode", ["flattened_bucket", "per_tensor"])
+def test_a_tensor_that_engines_keep_in_float32_is_not_rounded(tensors, engines, mode):
+    update = update_of(tensors, dtype="bfloat16", mode=mode, exact="a.bias")
+    peers = engines.start(0, [update])
+    report = engines.sender.send(iter(tensors.items()), update, [0], fingerprints=True)
+    rounded, whole = expected(tensors, torch.bfloat16), expected(tensors, torch.float32)
+    assert report.fingerprints == peers.answers()[0]["loaded"] == rounded | {"a.bias": whole["a.bias"]}
+
+
 def test_engines_that_exit_or_fail_are_reported_at_once_and_others_get_weights(tensors, engines):
     update = update_of(tensors, timeout_seconds=60.0)
     for engine, fault in enumerate(("die", "die before", "raise")):

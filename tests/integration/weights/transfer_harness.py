@@ -23,8 +23,8 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def update_of(tensors: dict[str, torch.Tensor], **options: object) -> UpdateInfo:
-    metas = [TensorMeta(name, tuple(t.shape)) for name, t in tensors.items()]
+def update_of(tensors: dict[str, torch.Tensor], *, exact: str = "", **options: object) -> UpdateInfo:
+    metas = [TensorMeta(name, tuple(t.shape), exact=name == exact) for name, t in tensors.items()]
     fields = {"version": 1, "dtype": "float32", "bucket_mb": 1, "timeout_seconds": 20.0, **options}
     return make_update(metas, **fields)  # type: ignore[arg-type]
 

@@ -88,9 +88,9 @@ def experts_of(model: Any) -> RoutedExperts:
 
 
 def probe(models: list[Any], tensors: dict[str, torch.Tensor]) -> ProbeReport:
-    dtype = next(iter(tensors.values())).dtype
-    metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    loaded = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
+    sent_as = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    metas = [TensorMeta(name, tuple(tensor.shape), sent_as) for name, tensor in tensors.items()]
+    loaded = [{**engine_weights(m, metas), "shapes": {t.name: t.shape for t in metas}} for m in models]
     return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in tensors.items()}, loaded=loaded)
 
 

@@ -125,8 +125,9 @@ def engine_model(tensors: dict[str, torch.Tensor], rank: int, size: int, *, tied
 
 
 def probe(models: list[Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> ProbeReport:
-    metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    loaded = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
+    sent_as = str(dtype).removeprefix("torch.")
+    metas = [TensorMeta(name, tuple(tensor.shape), sent_as) for name, tensor in tensors.items()]
+    loaded = [{**engine_weights(m, metas), "shapes": {t.name: t.shape for t in metas}} for m in models]
     return compare(sent={n: to_hex(fingerprint(t.to(dtype))) for n, t in tensors.items()}, loaded=loaded)
 
 
@@ -279,3 +280,13 @@ def test_names_are_those_of_the_engines_own_table_and_what_it_drops_is_not_misse
     assert report.ok, str(report)
     sent["model.language_model.norm.weight"] += 1
     assert list(probe([model], sent).mismatched) == ["model.language_model.norm.weight"]
+
+
+def test_a_parameter_that_the_engine_keeps_in_float32_is_compared_in_the_dtype_in_which_it_was_sent() -> None:
+    bias, engine = torch.tensor([1.0, 1.0 + 2**-20]), nn.Module()
+    engine.gate = nn.Module()
+    engine.gate.bias = nn.Parameter(bias.clone())
+    sent = {"gate.bias": to_hex(fingerprint(bias))}
+    for dtype, ok in (("float32", True), ("bfloat16", False)):
+        loaded = {**engine_weights(engine, [TensorMeta("gate.bias", (2,), dtype)]), "shapes": {"gate.bias": (2,)}}
+        assert compare(sent=sent, loaded=[loaded]).ok is ok

@@ -31,6 +31,16 @@ def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(list_of_sha
         assert end * ITEM_BYTES[dtype] <= bucket_bytes or len(bucket.entries) == 1
 
 
+def test_a_float32_tensor_of_a_narrower_transfer_takes_twice_the_elements():
+    metas = [TensorMeta("a", (3, 4)), TensorMeta("b", (40,), exact=True), TensorMeta("c", (5,))]
+    update = make_update(metas, version=1, dtype="bfloat16")
+    (bucket,) = plan_buckets(update)
+    assert [meta.dtype for meta, _ in bucket.entries] == ["bfloat16", "float32", "bfloat16"]
+    assert [offset for _, offset in bucket.entries] == [0, 32, 128]
+    assert update.num_bytes == 2 * 12 + 4 * 40 + 2 * 5
+    assert make_update(metas, version=1, dtype="float32").wide == []
+
+
 @given(shapes)
 def test_per_tensor_sends_each_tensor_alone(list_of_shapes):
     buckets = plan_buckets(update_of(list_of_shapes, mode="per_tensor"))
@@ -54,6 +64,7 @@ def test_an_update_survives_json_and_keeps_its_digest():
 
 @pytest.mark.parametrize("change", [
     {"version": 2}, {"dtype": "bfloat16"}, {"mode": "per_tensor"}, {"bucket_bytes": 9}, {"shapes": [[4, 3], [5]]},
+    {"dtype": "bfloat16", "wide": ["t0"]},
 ])  # fmt: skip
 def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change):
     update = update_of([(3, 4), (5,)])

@@ -341,9 +341,7 @@ class WeightsWorkerExtension:
         if update is None:
             return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
         with torch.inference_mode():
-            answer = engine_weights(
-                engine.model, update.metas, getattr(torch, update.dtype), engine.reference, engine.tied
-            )
+            answer = engine_weights(engine.model, update.metas, engine.reference, engine.tied)
         now = storage_addresses(engine.model)
         answer["version"] = update.version
         answer["read"] = engine.fingerprints_of_folder

@@ -82,7 +82,8 @@ class TrainingBackend(ABC):
         """Yields full tensors with their Hugging Face names, on this rank's device. Collective.
 
         Every rank must drain it; the order is the same on all. A tied tensor is yielded once. `dtype` defaults to the
-        stored dtype. On a rank that sends no weights (`layout`), only names and shapes must be correct.
+        stored dtype, which tensors with `TensorMeta.exact` keep. On a rank that sends no weights (`layout`), only names
+        and shapes must be correct.
         """
 
     @abstractmethod

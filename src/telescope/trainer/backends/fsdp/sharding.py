@@ -17,7 +17,7 @@ Here shards are cast, concatenated, gathered at once, and separated.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,9 +189,13 @@ GROUP_BYTES = 256 * 2**20
 
 
 def gather_full_tensors(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, group_bytes: int = GROUP_BYTES
+    named: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+    *,
+    exact: Container[str] = (),
+    group_bytes: int = GROUP_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) of `named` in order, cast to `dtype` if given. Collective."""
+    """Yields (name, full tensor) of `named` in order, cast to `dtype` if given, except those in `exact`. Collective."""
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
@@ -199,7 +203,7 @@ def gather_full_tensors(
             tensor = tensor.to_local()  # to cast and gather a DTensor takes 16 times as long, 0.06 ms
         # divided by rows, as FSDP2 does it
         rows = tensor if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),) else None
-        wanted = tensor.dtype if dtype is None else dtype
+        wanted = tensor.dtype if dtype is None or name in exact else dtype
         num_bytes = tensor.numel() * wanted.itemsize
         fits = size + num_bytes <= group_bytes and (dtype is not None or not group or group[0][1].dtype == wanted)
         if group and (rows is None or not fits):
