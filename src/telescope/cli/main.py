@@ -5,8 +5,8 @@ Runs a subcommand and turns errors into messages and exit codes.
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package: its
 `build_parser()` returns a `CommandParser`, and its `run(arguments)`, or the action that the arguments choose as `func`,
-returns the exit code. `imports` names modules to import first. The only argument of the command itself is `--version`.
-Without a subcommand, it opens the dashboard if there are runs, and otherwise prints its help.
+returns the exit code. `imports` names modules to import first. Without a subcommand, the command opens the dashboard
+and takes `DASHBOARD_FLAGS`; its other arguments are `--help` and `--version`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ COMMANDS = {
     "sandbox": "destroy sandboxes that runs left, or look into one",
 }
 """What each command does. The order begins with what a user needs first."""
+DASHBOARD_FLAGS = ("--port", "--host", "--no-browser")
+"""Flags of `telescope ui` that the command takes without it: `telescope --port 8006`."""
 PIPE_WIDTH = 140
 LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
@@ -142,13 +144,12 @@ def _dispatch(argv: list[str]) -> int:
 
         hint = did_you_mean(argv[0], COMMANDS)
         raise UserError(f"There is no command '{argv[0]}'.{hint} The commands are {', '.join(COMMANDS)}")
-    from telescope.cli.runs import folders_of_runs
-
-    if not argv and any(folder.is_dir() for folder in folders_of_runs(None)):
-        return call("ui", [])
+    if not argv or argv[0].partition("=")[0].replace("_", "-") in DASHBOARD_FLAGS:
+        return call("ui", argv)
     parser = CommandParser(
         prog="telescope",
-        description="Trains language models with reinforcement learning. Reads what runs have recorded.",
+        description="Trains language models with reinforcement learning. Reads what runs have recorded. Without a "
+        f"command, it opens the dashboard ({', '.join(DASHBOARD_FLAGS)}).",
         epilog="`telescope COMMAND --help` explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"telescope {__version__}")

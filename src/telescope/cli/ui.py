@@ -8,13 +8,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+import webbrowser
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from telescope.cli.main import CommandParser
-from telescope.cli.runs import DEFAULT_ROOT, add_root, folders_of_runs
+from telescope.cli.runs import add_root, folders_of_runs
 from telescope.errors import UserError
 from telescope.record.files import replace_file
 from telescope.record.reader import Run
@@ -55,6 +57,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--demo", action="store_true", help="replay recorded runs, one of them live")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="first port to try (default: 8005); 0: any")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    browser = "open no browser (default: one opens on a desktop, unless the address has a secret)"
+    parser.add_argument("--no-browser", action="store_true", help=browser)
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="accept this name, for a proxy"
     )
@@ -118,8 +122,12 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     opened = run_ids[0] if len(run_ids) == 1 and not (remotes or has_key) else None
     if finds:
         app.state.projects.start()
-    print(f"Telescope shows {shown} at\n\n    {address(arguments.host, port, token, opened)}\n", flush=True)
+    url = address(arguments.host, port, token, opened)
+    print(f"Telescope shows {shown} at\n\n    {url}\n", flush=True)
     print("Press Ctrl-C to end.", flush=True)
+    # The secret would be among the arguments of the browser, which other users can list.
+    if not arguments.no_browser and token is None and is_on_desktop(os.environ):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     config = uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
     )
@@ -131,6 +139,12 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         listener.close()
         app.state.projects.close()
     return 0
+
+
+def is_on_desktop(environment: Mapping[str, str]) -> bool:
+    """Returns whether the user of this terminal would see a browser that opens on this machine."""
+    has_screen = sys.platform == "darwin" or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
+    return has_screen and "SSH_CONNECTION" not in environment and sys.stdout.isatty()
 
 
 def export(run_dir: Path, file: Path) -> int:
@@ -152,12 +166,14 @@ def export(run_dir: Path, file: Path) -> int:
 
 
 def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Returns folders, and W&B projects for places that are no folder. Raises `UserError` for other places."""
+    """Returns folders, and W&B projects for places that are no folder. Raises `UserError` for other places.
+
+    Without places, the folders are those in which runs are made, even if there is none yet.
+    """
+    if not places and root is None:
+        return folders_of_runs(None), []
     folders, projects = [], []
-    default = [str(folder) for folder in folders_of_runs(None) if folder.is_dir()]
-    if not default and not has_credentials(os.environ):  # with a key, runs may be on W&B
-        default = [str(DEFAULT_ROOT)]
-    for place in [*places, *([str(root)] if root is not None else [])] or default:
+    for place in [*places, *([str(root)] if root is not None else [])]:
         folder, project = user_path(place), PROJECT.match(place)
         if folder.is_dir():
             folders.append(folder)

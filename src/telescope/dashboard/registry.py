@@ -89,11 +89,13 @@ class Listing:
 
 
 class Registry:
-    """Finds runs, and copies of runs on W&B. Each of `roots` is a run or a folder of runs."""
+    """Finds runs, and copies of runs on W&B. Each of `roots` is a run or a folder of runs, or becomes one later."""
 
     def __init__(self, roots: Sequence[Path], remotes: Sequence[WandbRuns] = ()) -> None:
         self.remotes = remotes
         self._folders = [root.resolve() for root in roots]
+        self._expected = {folder for folder in self._folders if not folder.exists()}
+        """Folders that the first run makes."""
         self._lock = threading.Lock()
         self._stores: dict[str, RunStore] = {}
         self._searched = -SEARCH_SECONDS
@@ -199,6 +201,8 @@ class Registry:
         seen: set[Path] = set()
         here: set[str] = set()  # ids of runs in the folders, whose copies are not listed
         for root in self.roots:
+            if root in self._expected and not root.exists():
+                continue
             try:
                 runs = find_runs(root)
             except UserError as error:

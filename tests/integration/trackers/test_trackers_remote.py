@@ -358,14 +358,6 @@ def test_a_run_that_is_here_and_on_wandb_is_listed_once(server, recorder):
         assert {row["id"] for row in client.get("/api/runs").json()["runs"]} == {"live", "elsewhere"}
 
 
-def test_without_a_folder_of_runs_a_key_is_enough_to_open_the_dashboard(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert ui.choose_places([], None) == ([], [])
-    monkeypatch.delenv("WANDB_API_KEY")
-    with pytest.raises(UserError, match="neither a folder"):
-        ui.choose_places([], None)
-
-
 @pytest.mark.parametrize(("places", "mode", "asks"), [
     ([], "online", True), ([], "offline", False), ([], "disabled", False), (["runs"], "", False),
 ])  # fmt: skip

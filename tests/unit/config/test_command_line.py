@@ -22,9 +22,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_the_command_alone_lists_the_commands(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # it has no runs
-    code, out, _ = run(capsys)
+def test_the_help_of_the_command_lists_the_commands(capsys):
+    code, out, _ = run(capsys, "--help")
     assert code == 0
     assert all(command in out for command in ("train", "config", "tiny-model", "runs", "query"))
 
@@ -260,16 +259,17 @@ def test_a_key_of_an_entry_is_explained(capsys):
     assert "weight" in run(capsys, "config", "explain", "environments.weight")[1]
 
 
-@pytest.mark.parametrize("variable", [False, True])
-def test_the_command_alone_opens_the_dashboard_where_runs_are(capsys, tmp_path, monkeypatch, variable):
+@pytest.mark.parametrize("flags", [[], ["--port=8105", "--host", "127.0.0.2"], ["--no_browser"]])
+def test_the_command_alone_opens_the_dashboard_also_where_no_runs_are(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ("elsewhere" if variable else "runs")).mkdir()
-    if variable:
-        monkeypatch.setenv("TELESCOPE_RUN_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("TELESCOPE_RUN_DIR", str(tmp_path / "elsewhere"))
     opened = []
-    monkeypatch.setattr(ui, "serve", lambda arguments, folders, remotes: opened.append(folders) or 0)
-    assert cli.main([]) == 0
-    assert opened == [[tmp_path / "elsewhere" if variable else Path("runs")]]
+    monkeypatch.setattr(ui, "serve", lambda arguments, folders, remotes: opened.append((arguments, folders)) or 0)
+    assert cli.main(flags) == 0
+    ((arguments, folders),) = opened
+    assert folders == [Path("runs"), tmp_path / "elsewhere"]
+    given = (arguments.port, arguments.host, arguments.no_browser)
+    assert given == ((8105, "127.0.0.2", False) if len(flags) == 3 else (8005, "127.0.0.1", bool(flags)))
 
 
 @pytest.mark.parametrize(

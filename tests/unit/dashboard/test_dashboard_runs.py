@@ -17,6 +17,7 @@ from telescope.dashboard import events
 from telescope.dashboard.app import create_app
 from telescope.dashboard.curves import eval_samples
 from telescope.dashboard.events import parse_id, run_events
+from telescope.dashboard.registry import SEARCH_SECONDS
 from telescope.dashboard.remote import RemoteCopy
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
@@ -194,8 +195,10 @@ def test_a_parameter_that_an_address_does_not_have_is_refused(client):
     assert "step_min" in answer.json()["detail"]
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+def test_a_folder_that_is_removed_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
     client = TestClient(create_app([tmp_path / "gone"]), base_url="http://localhost")
+    (tmp_path / "gone").rmdir()
     assert "is not a folder" in client.get("/api/runs").json()["problems"][0]["problem"]
 
 
@@ -291,6 +294,16 @@ def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_pa
     assert address("127.0.0.1", 8005, None) == "http://localhost:8005/"
     assert address("::1", 8005, "secret") == "http://[::1]:8005/?token=secret"
     assert address("127.0.0.1", 8005, None, "a~b c") == "http://localhost:8005/#/a~b%20c/overview"
+
+
+def test_a_folder_that_the_first_run_makes_is_shown_without_a_problem(tmp_path):
+    client = TestClient(create_app([tmp_path / "runs"]), base_url="http://localhost")
+    list_of_runs = client.get("/api/runs").json()
+    assert (list_of_runs["runs"], list_of_runs["problems"]) == ([], [])
+    assert list_of_runs["roots"] == [str(tmp_path / "runs")]
+    Recorder(tmp_path / "runs" / "first").close()
+    client.app.state.registry._searched -= SEARCH_SECONDS
+    assert [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["first"]
 
 
 def test_two_runs_of_one_name_have_two_ids(tmp_path):

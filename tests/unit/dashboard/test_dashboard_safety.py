@@ -1,8 +1,11 @@
 """Who may read the dashboard, and that no path leads out of it."""
 
+import sys
 import time
+import webbrowser
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -132,6 +135,35 @@ def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, c
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
     assert main(["ui", "--port", "0", *flags, str(tmp_path)]) == (2 if has_token is None else 0)
     assert ("?token=" in capsys.readouterr().out) == bool(has_token)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "opens"),
+    [
+        ({"DISPLAY": ":0"}, [], True),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, [], True),
+        ({}, [], False),
+        ({"DISPLAY": ":10", "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"}, [], False),
+        ({"DISPLAY": ":0"}, ["--no-browser"], False),
+        ({"DISPLAY": ":0"}, ["--token"], False),
+    ],
+)
+def test_a_browser_opens_on_a_desktop_unless_others_would_see_the_secret(
+    monkeypatch, tmp_path, environment, flags, opens
+):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    opened: Queue[str] = Queue()
+    monkeypatch.setattr(webbrowser, "open", opened.put)
+    monkeypatch.setattr(safety, "is_shared", lambda: False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    assert main(["ui", "--port", "0", *flags, str(tmp_path)]) == 0
+    if opens:
+        assert opened.get(timeout=10).startswith("http://localhost:")
+    assert opened.empty()
 
 
 def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root, tmp_path, monkeypatch):
