@@ -130,10 +130,16 @@ class WeightSender:
         """Sends one sync to this rank's engines among `engines`. Collective over all trainer ranks.
 
         `named_weights` yields (name, full tensor) in the order of `update.names`. Engine failures are in the report;
-        exceptions of the iterator are raised. `corrupt` names a tensor of which one bit is changed after its
-        fingerprint was computed, to imitate a transport fault that a probe must detect.
+        exceptions of the iterator are raised, after the engines were notified. `corrupt` names a tensor of which one
+        bit is changed after its fingerprint was computed, to imitate a transport fault that a probe must detect.
         """
-        return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
+        transfer = _Send(self, named_weights, update, engines, fingerprints, corrupt)
+        try:
+            return transfer.run()
+        except Exception as error:
+            for communicator in transfer.live.values():
+                communicator.abort(f"the trainer failed: {error}")
+            raise
 
 
 @dataclass(eq=False)

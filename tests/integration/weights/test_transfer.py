@@ -138,3 +138,17 @@ def test_a_trainer_that_yields_other_tensors_than_announced_is_an_error(tensors,
     shuffled = dict(reversed(tensors.items()))
     with pytest.raises(ValueError, match=r"yielded norm\.weight .* instead of embed\.weight"):
         engines.sender.send(iter(shuffled.items()), update, [])
+
+
+def test_engines_learn_at_once_that_the_trainer_failed_and_the_sender_can_be_closed(tensors, engines):
+    update = update_of(tensors, timeout_seconds=60.0)
+    peers = engines.start(0, [update])
+
+    def broken():
+        yield next(iter(tensors.items()))
+        raise RuntimeError("another rank is lost")
+
+    with pytest.raises(RuntimeError, match="another rank is lost"):
+        engines.sender.send(broken(), update, [0])
+    assert "the trainer failed: another rank is lost" in str(peers.answers()[0]["error"])
+    engines.sender.close()
