@@ -27,6 +27,7 @@ from telescope.weights.model_folder import ModelOrigin, ModelSource, check_base,
 if TYPE_CHECKING:
     import torch
 
+    from telescope.trainer.checkpoint_names import CheckpointNames
     from telescope.weights.plan import TensorMeta
 
 CONVERTED = "hf"  # folder of converted checkpoints in a run directory
@@ -163,10 +164,10 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
         from telescope.trainer.backends.megatron import saved as megatron
 
         return ModelWeights(*megatron.saved_weights(checkpoint, json.loads(config)))
-    if (settings := adapter_settings(meta)) is not None:
-        return _merged_weights(checkpoint, meta, settings)
-    is_tied = _is_tied(config)
     names = CheckpointNames(skeleton_of(json.loads(config)))
+    if (settings := adapter_settings(meta)) is not None:
+        return _merged_weights(checkpoint, meta, settings, names)
+    is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
         TensorMeta(name, tuple(part.shape), m.dtype)
@@ -203,7 +204,9 @@ def _read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_weights(checkpoint, saved_weights(checkpoint))}
 
 
-def _merged_weights(checkpoint: Path, meta: dict[str, Any], config: SavedConfig) -> ModelWeights:
+def _merged_weights(
+    checkpoint: Path, meta: dict[str, Any], config: SavedConfig, names: CheckpointNames
+) -> ModelWeights:
     """Returns the first model's weights with the checkpoint's adapters added, in `model_dtype`."""
     import torch
 
@@ -222,17 +225,18 @@ def _merged_weights(checkpoint: Path, meta: dict[str, Any], config: SavedConfig)
             "Restore it, or convert with --adapter, which needs no model"
         ) from error
     adapter = _read_adapter(checkpoint)
-    adapted = {name.removesuffix(A) for name in adapter if name.endswith(A)}
-    if missing := sorted(adapted - {m.name.removesuffix(".weight") for m in metas}):
-        raise UserError(f"{base} has no weights of {missing[0]}, for which {checkpoint} has an adapter")
+    layers = [name.removesuffix(A) for name in adapter if name.endswith(A)]
+    nothing = torch.empty(0, device="meta")
+    adapted = {part: layer for layer in layers for part, _ in names.parts(f"{layer}.weight", nothing)}
+    if missing := sorted(adapted.keys() - {m.name for m in metas}):
+        raise UserError(f"{base} has no {missing[0]}, for which {checkpoint} has an adapter")
     assert all(is_adapter(name) for name in adapter)
     scaling = config.lora_alpha / (config.lora_rank or 1)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for m in metas:
-            layer = m.name.removesuffix(".weight")
             weight = read_base(m.name).to(getattr(torch, dtype))
-            if layer in adapted:
+            if (layer := adapted.get(m.name)) is not None:
                 weight = merged(weight, adapter[layer + A], adapter[layer + B], scaling)
             yield m.name, weight
 

@@ -20,10 +20,12 @@ import torch
 from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from telescope.config.lora import ALL_LINEAR, choose_layers
 from telescope.errors import UserError
 from telescope.trainer.hf_folder import new_folder
+from telescope.trainer.model import decoder_of
 from telescope.weights.model_folder import ModelOrigin, absolute_model
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -55,7 +57,7 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + update * self.scaling
 
 
-def add_adapters(causal_lm: nn.Module, config: Any) -> None:
+def add_adapters(causal_lm: PreTrainedModel, config: Any) -> None:
     """Freezes the model and replaces the layers of `lora_target_modules`. Raises `UserError` for an unknown module."""
     causal_lm.requires_grad_(False)
     for number, name in enumerate(find_targets(causal_lm, config.lora_target_modules)):
@@ -67,10 +69,11 @@ def add_adapters(causal_lm: nn.Module, config: Any) -> None:
         setattr(causal_lm.get_submodule(parent), child, adapted)
 
 
-def find_targets(causal_lm: nn.Module, targets: str | list[str]) -> list[str]:
+def find_targets(causal_lm: PreTrainedModel, targets: str | list[str]) -> list[str]:
     """Returns the names of the layers to adapt. Raises the `UserError` of `choose_layers`."""
-    output = causal_lm.get_output_embeddings()  # type: ignore[operator]
-    modules = {name: module for name, module in causal_lm.named_modules() if name}
+    output = causal_lm.get_output_embeddings()
+    own = {*decoder_of(causal_lm).modules(), output}  # text does not train the towers of a wrapper
+    modules = {name: module for name, module in causal_lm.named_modules() if name and module in own}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not output]
     if not linear:
         raise UserError("lora_rank is set, but the model has no linear layers that an adapter could be added to")

@@ -87,8 +87,7 @@ class PolicyModel(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         """The transformer without its output layer."""
-        found = self.causal_lm.get_decoder()
-        return self.causal_lm.base_model if found is self.causal_lm else found
+        return decoder_of(self.causal_lm)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -254,6 +253,12 @@ def skeleton_of(config: dict[str, Any]) -> transformers.PreTrainedModel | None:
     known = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         return auto_class(known).from_config(known)
+
+
+def decoder_of(causal_lm: transformers.PreTrainedModel) -> nn.Module:
+    """Returns a model's transformer without output layer and towers for other media."""
+    found: nn.Module = causal_lm.get_decoder()
+    return causal_lm.base_model if found is causal_lm else found
 
 
 def is_tied(causal_lm: transformers.PreTrainedModel) -> bool:

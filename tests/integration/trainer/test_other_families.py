@@ -1,6 +1,7 @@
 """Families with heads, attention, experts or wrappings of their own have the gradient of their samples."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from telescope.errors import UserError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.checkpoint_names import checkpoint_tensors
+from telescope.trainer.lora import is_adapter
 from telescope.trainer.model import auto_class
 from telescope.weights.plan import make_update
 
@@ -69,6 +71,31 @@ def test_a_checkpoint_of_a_wrapper_is_converted_with_its_towers(models, one_rank
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     trainer.backend.load_checkpoint(1, tmp_path / "step_1")
+
+
+def test_adapters_of_a_wrapper_are_in_its_decoder_and_merged_into_its_weights(models, one_rank, tmp_path):
+    models["gemma3"] = save(tmp_path / "model", "gemma3")
+    lora: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+    trainer = one_rank("gemma3", model_dtype="float32", **lora)
+    names = {name for name, _ in trainer.backend.policy.named_parameters() if is_adapter(name)}
+    assert names
+    assert all("language_model" in name for name in names)
+    for step in (0, 1):
+        trainer.train_step(packed_share(trainer, make_samples(LENGTHS), step=step, version=step))
+    trainer.save_checkpoint(2, tmp_path / "step_2")
+    trainer.backend.finish_checkpoint()
+    write_meta(
+        tmp_path / "step_2", models["gemma3"], config={"model": models["gemma3"], "model_dtype": "float32", **lora}
+    )
+    convert(tmp_path / "step_2", tmp_path / "hf")
+    found, wanted = load_file(tmp_path / "hf" / "model.safetensors"), dict(trainer.named_weights())
+    assert found.keys() == wanted.keys()
+    assert relative_error(found, wanted) < 1e-7
+    base = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name.rpartition(".")[0][-6:] for name in found if not torch.equal(found[name], base[name])} == {
+        "q_proj",
+        "v_proj",
+    }
 
 
 def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewer_bits(models, one_rank, tmp_path):
