@@ -194,5 +194,5 @@ class WeightSection(Section, title="Weight Broadcasting"):
     """Weight syncs between two verifications that the engines have loaded exactly the trainer's weights. The initial
     weights and the first sync are always verified; 0 = only those."""
     weight_sync_timeout_seconds: Seconds = 600.0
-    """Longest transfer of weights to one server, in seconds. A server that exceeds it is restarted; the
-    others go on."""
+    """Longest transfer of weights to one server, in seconds. A server that exceeds it, or of several servers one that
+    does not respond for half of it, is restarted; the others go on."""
