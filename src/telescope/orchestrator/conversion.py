@@ -120,7 +120,7 @@ def convert(
     files = model_files(checkpoint, meta)
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
     weights = read_checkpoint(checkpoint, meta, files[CONFIG], read_bytes=max_shard_bytes // 2)
-    metas = [m if dtype is None else replace(m, dtype=dtype) for m in weights.metas]
+    metas = [m if dtype is None or m.exact else replace(m, dtype=dtype) for m in weights.metas]
     stored = {m.dtype for m in metas}
     files = with_dtype(files, dtype or max(stored, key=lambda name: sum(m.numel for m in metas if m.dtype == name)))
     origin = origin_of(meta, dtype)
@@ -131,8 +131,8 @@ def convert(
         done += num_bytes
         on_bytes(done, total)
 
-    cast = None if dtype is None else getattr(torch, dtype)
-    tensors = ((name, tensor if cast is None else tensor.to(cast)) for name, tensor in weights.read())
+    dtypes = {m.name: getattr(torch, m.dtype) for m in metas}
+    tensors = ((name, tensor.to(dtypes[name])) for name, tensor in weights.read())
     try:
         write_model_folder(
             target, metas, tensors, files, max_shard_bytes=max_shard_bytes, on_bytes=written, origin=origin
@@ -170,9 +170,10 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     is_tied = _is_tied(config)
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
-        TensorMeta(name, tuple(part.shape), m.dtype)
+        TensorMeta(name, tuple(part.shape), m.dtype, own in names.float32_buffers)
         for m in saved
-        for name, part in names.parts(m.name.removeprefix(PREFIX), torch.empty(m.shape, device="meta"))
+        for own in (m.name.removeprefix(PREFIX),)
+        for name, part in names.parts(own, torch.empty(m.shape, device="meta"))
     ]
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:

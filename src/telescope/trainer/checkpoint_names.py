@@ -21,10 +21,17 @@ class CheckpointNames:
     Raises `UserError` for a model whose tensors cannot be converted one at a time.
     """
 
+    float32_buffers: frozenset[str] = frozenset()
+    """The model's buffers that transformers and engines keep in float32, whatever the model's dtype."""
+
     def __init__(self, model: PreTrainedModel | None) -> None:
         self._model = model
         if model is None:
             return
+        kept = set(model._keep_in_fp32_modules_strict or ())
+        self.float32_buffers = frozenset(
+            name for name, _ in model.named_buffers() if kept.intersection(name.split("."))
+        )
         own = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
         self._renamed: dict[str, str] = {}
         """Names in checkpoints of tensors that are stored unchanged."""

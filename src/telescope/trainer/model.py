@@ -5,7 +5,6 @@ images and sound. Does not own sharding. Invariant: without `PREFIX`, parameters
 """
 
 import copy
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,13 +115,6 @@ class PolicyModel(nn.Module):
         config = self.causal_lm.config.get_text_config()
         has_sinks = any(hasattr(module, "sinks") for module in self.decoder.modules())
         return getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
-
-    @functools.cached_property
-    def float32_buffers(self) -> frozenset[str]:
-        """The persistent buffers that transformers and engines keep in float32, whatever the model's dtype."""
-        kept = set(self.causal_lm._keep_in_fp32_modules_strict or ())
-        names = (name.removeprefix(PREFIX) for name, _ in self.named_buffers())
-        return frozenset(name for name in names if kept.intersection(name.split(".")))
 
     @property
     def is_tied(self) -> bool:

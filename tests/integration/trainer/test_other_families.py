@@ -112,9 +112,14 @@ def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewe
     update = make_update(trainer.backend.weight_metadata(), version=1, dtype="bfloat16")
     assert update.wide == [name]
     trainer.backend.save_hf(tmp_path / "hf")
-    saved = load_file(tmp_path / "hf" / "model.safetensors")
-    assert torch.equal(saved[name], stored[name])
-    assert {tensor.dtype for other, tensor in saved.items() if other != name} == {torch.bfloat16}
+    trainer.save_checkpoint(2, tmp_path / "step_2")
+    trainer.backend.finish_checkpoint()
+    write_meta(tmp_path / "step_2", models["glm4_moe"])
+    convert(tmp_path / "step_2", tmp_path / "converted", dtype="bfloat16")
+    for folder in ("hf", "converted"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        assert torch.equal(saved[name], stored[name])
+        assert {tensor.dtype for other, tensor in saved.items() if other != name} == {torch.bfloat16}
 
 
 def test_what_needs_a_shared_row_is_refused_where_there_is_none(models, one_rank, tmp_path):

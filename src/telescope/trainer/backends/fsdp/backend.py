@@ -195,16 +195,19 @@ class FSDPBackend(RLBackend):
         named = self._named_tensors()
         if self.config.lora_rank:
             named = sharding.merged_tensors(named, self.policy, dtype)
-        for name, tensor in sharding.gather_full_tensors(named, dtype, exact=self.policy.float32_buffers):
-            yield from self.policy.checkpoint_names.parts(name, tensor.detach())
+        names = self.policy.checkpoint_names
+        for name, tensor in sharding.gather_full_tensors(named, dtype, exact=names.float32_buffers):
+            yield from names.parts(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
-        exact = self.policy.float32_buffers
+        names = self.policy.checkpoint_names
         return [
-            TensorMeta(part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."), name in exact)
+            TensorMeta(
+                part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."), name in names.float32_buffers
+            )
             for name, tensor in self._named_tensors()
             if not is_adapter(name)
-            for part, shape in self.policy.checkpoint_names.parts(name, torch.empty(tensor.shape, device="meta"))
+            for part, shape in names.parts(name, torch.empty(tensor.shape, device="meta"))
         ]
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
