@@ -283,6 +283,9 @@ TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
         ("--algorithm gspo", ["clip_low 0.4 and clip_high 0.5 will not bind", "clip_low 3e-4 and clip_high 4e-4"]),
         ("--algorithm gspo --clip_low 3e-4", ["so clip_high 0.5 will not bind"]),
         ("--algorithm gspo --clip_low 3e-4 --clip_high 4e-4", []),
+        ("--model_dtype float16", ["^model_dtype is float16, .* Set model_dtype to bfloat16 or float32;"]),
+        ("--model_dtype float16 --lora_rank 8", []),
+        ("--mixed_precision_dtype float16", []),
     ],
 )
 def test_settings_that_seldom_help_get_one_remark(flags, words):
