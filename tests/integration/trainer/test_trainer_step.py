@@ -212,6 +212,20 @@ def test_mixed_precision_keeps_logprobs_close_to_float32(one_rank, model_dtype):
     assert {meta.dtype for meta in trainer.backend.weight_metadata()} == {model_dtype}
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}])
+def test_weights_in_half_precision_compute_in_the_dtype_of_mixed_precision(one_rank, changes):
+    tokens = make_samples([60])[0].token_ids_L.tolist()
+    rounded = one_rank("untied", model_dtype="float32")
+    for parameter in rounded.backend.parameters:
+        local = sharding.local_tensor(parameter.detach())
+        local.copy_(local.bfloat16())
+    exact = rounded.backend.sequence_logprobs(tokens)
+    trainer = one_rank("untied", model_dtype="bfloat16", mixed_precision_dtype="float32", **changes)
+    assert trainer.backend.sequence_logprobs(tokens) == pytest.approx(exact, abs=1e-5)
+    result = trainer.train_step(packed(make_samples(LENGTHS)))
+    assert result.metrics["grad_norm"] > 0
+
+
 def test_half_precision_does_not_lose_small_gradients(one_rank):
     """Divided by a million tokens before backward, float16 gradients would be below its smallest number."""
     samples = make_samples(LENGTHS)

@@ -96,12 +96,13 @@ def kernel_of(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> 
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Wraps each layer, the untied embedding, the untied head, and the rest as units.
+    """Wraps each layer, the untied embedding, the untied head, and the rest as units, which compute in `dtype`.
 
     `reshard` frees a layer's gathered weights between its forward and backward pass.
     """
+    casts = dtype in LOW_PRECISION or any(parameter.dtype != dtype for parameter in policy.parameters())
     precision = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype in LOW_PRECISION else None,
+        param_dtype=dtype if casts else None,
         reduce_dtype=torch.float32 if dtype in LOW_PRECISION else None,
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
