@@ -202,14 +202,20 @@ class WeightSync:
             # In this order, a server's transfer never ends after it resumes.
             part.transfer_started_at, started = time.time(), time.monotonic()
             client = self.clients[part.server]
+            work = client.begin_background(in_background) if part.background else client.update_weights(update)
+            call = asyncio.ensure_future(work)
             try:
-                if part.background:
-                    await client.begin_background(in_background)
-                else:
-                    await client.update_weights(update)
+                await asyncio.wait([call, send], return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():  # a hanging server that the sender has given up would not respond
+                    for rank_report in await send:
+                        if (reason := rank_report.errors.get(part.server)) is not None:
+                            raise InfrastructureError(reason)
+                await call
             except InfrastructureError as error:
                 await self.trainer.abort_engine(part.server, str(error))
                 raise
+            finally:
+                call.cancel()
             part.transfer_seconds = time.monotonic() - started
 
         started = time.monotonic()

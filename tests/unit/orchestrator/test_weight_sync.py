@@ -176,6 +176,16 @@ async def test_an_aborted_transfer_drops_its_server(bench):
     assert bench.of(0) == STAGES
 
 
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_hanging_server_that_the_sender_has_given_up_is_not_waited_for(bench, background):
+    bench.clients[1].background = background
+    bench.clients[1].hangs_at = "begin" if background else "receive"
+    bench.trainer.engine_errors = {1: "no answer within 300 s"}
+    await bench.step()
+    assert bench.failures == [(1, "no answer within 300 s")]
+    assert bench.of(0) == STAGES
+
+
 async def test_a_failed_trainer_ends_the_sync_while_engines_wait(bench):
     bench.clients[0].hangs_at = "receive"
     bench.trainer.send_error = ArithmeticError("a rank broke")
