@@ -77,7 +77,7 @@ class SampleFilters:
             penalty_buffer=config.overlong_buffer_tokens,
         )
 
-    def judge(self, sample: Trajectory, scale: RewardRange) -> None:
+    def apply(self, sample: Trajectory, scale: RewardRange) -> None:
         """Sets a scored sample's filter, penalty and training reward.
 
         `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the

@@ -255,18 +255,18 @@ class Orchestrator:
             self._masked(group, trajectory)
         else:
             self._budget.succeeded("samples", group.environment)
-            self._judge(group, trajectory)
+            self._apply_filters(group, trajectory)
         self.status.generated(trajectory.num_sampled_tokens)
         self.status.progressed()
         if group.is_finished:
             self._finish_group(group)
         self._notifier.notify()
 
-    def _judge(self, group: Group, trajectory: Trajectory) -> None:
+    def _apply_filters(self, group: Group, trajectory: Trajectory) -> None:
         """Sets the training reward or the filter of a scored sample."""
         info = self.infos[group.sampled_prompt.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
-        self.filters.judge(trajectory, scale)
+        self.filters.apply(trajectory, scale)
         if trajectory.filtered_by is not None:
             logger.info(
                 "sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.filtered_by

@@ -31,7 +31,7 @@ def with_text(text: str) -> Trajectory:
 
 def removed_by(only: SampleFilters, made: Trajectory) -> str | None:
     """The filter that removes a sample."""
-    only.judge(made, NO_SCALE)
+    only.apply(made, NO_SCALE)
     return made.filtered_by
 
 
@@ -40,7 +40,7 @@ def test_nothing_is_filtered_by_default() -> None:
     loop.turns[-1].generation.finish_reason = "length"
     loop.turns[-1].generation.logprobs_N[:] = -100.0
     loop.turns[-1].generation.token_ids_N[:] = 150_000
-    filters().judge(loop, NO_SCALE)
+    filters().apply(loop, NO_SCALE)
     assert loop.filtered_by is None
     assert loop.penalty == 0.0
     assert loop.training_reward == loop.total_reward
@@ -99,7 +99,7 @@ def test_the_longest_turn_is_penalized() -> None:
 def test_the_penalty_is_subtracted_from_the_scaled_reward() -> None:
     only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
     made = sample(reward=3.0, lengths=(16,))
-    only.judge(made, (0.0, 4.0))
+    only.apply(made, (0.0, 4.0))
     assert made.training_reward == 0.75 - 0.5
     assert made.total_reward == 3.0
 
@@ -109,7 +109,7 @@ def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
     equal.samples[1] = sample(1, 1.0, lengths=(16,))
     for settings, is_useless in (({}, True), ({"overlong_penalty_factor": 0.5}, False)):
         for made in equal.samples:
-            filters(overlong_buffer_tokens=4, **settings).judge(made, NO_SCALE)
+            filters(overlong_buffer_tokens=4, **settings).apply(made, NO_SCALE)
         assert (equal.why_useless() is not None) is is_useless
     batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0, num_ranks=1)
     assert list(batch.advantages) == [0.25, -0.25]
@@ -119,7 +119,7 @@ def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
     found = group([0.0, 1.0, 5.0])
     found.samples[2].turns[-1].generation.finish_reason = "length"
     for made in found.samples:
-        filters(filter_overlong=True).judge(made, NO_SCALE)
+        filters(filter_overlong=True).apply(made, NO_SCALE)
     batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0, num_ranks=1)
     assert list(batch.advantages) == [-0.5, 0.5]
     trained = [i for mb in batch.inputs[0].minibatches for row in mb.micro_batches for i in row.sample_ids]
@@ -128,7 +128,7 @@ def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
 
 def test_the_row_of_a_filtered_sample_has_the_filter_and_the_reward() -> None:
     made = sample(reward=2.0, finish_reason="length")
-    filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).judge(made, NO_SCALE)
+    filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).apply(made, NO_SCALE)
     row = sample_row(made, "prompt", status="kept", reason=None, step=1)
     assert (row["status"], row["reason"], row["reward"], row["failure_kind"]) == ("masked", "overlong", 2.0, None)
     assert row["penalty"] == pytest.approx(3 / 16)
