@@ -10,13 +10,12 @@ a number, or a number and the golden answer to record. A rubric has no state: it
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.records import RewardResult, RolloutState, Sample
-from telescope.environments.user_code import call_with_declared, maybe_await
+from telescope.environments.user_code import call_with_declared, gather_or_cancel, maybe_await
 from telescope.errors import UserError
 
 
@@ -98,7 +97,7 @@ class Rubric:
             sample = state.sample
         arguments = {"completion": completion, "sample": sample, "state": state, "eos_token": eos_token}
         values = [call_with_declared(term.function, **arguments) for term in self._terms]
-        returned = await asyncio.gather(*map(maybe_await, values))
+        returned = await gather_or_cancel(map(maybe_await, values))
 
         total = 0.0
         metrics: dict[str, float] = {}

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
@@ -41,7 +40,7 @@ from telescope.environments.tool_calls import (
 )
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
 from telescope.environments.tool_template import ToolTemplate, tool_template
-from telescope.environments.user_code import DeadlinePassed, deadline, maybe_await, within
+from telescope.environments.user_code import DeadlinePassed, deadline, gather_or_cancel, maybe_await, within
 from telescope.errors import InfrastructureError, UserError
 
 __all__ = [
@@ -268,8 +267,8 @@ class ToolEnvironment(MultiTurnEnvironment):
         """Awaits all async calls together."""
         token = _state.set(state)
         try:
-            results = await asyncio.gather(
-                *(self._settled(call, result) for call, result in zip(calls, pending, strict=True))
+            results = await gather_or_cancel(
+                self._settled(call, result) for call, result in zip(calls, pending, strict=True)
             )
         finally:
             _state.reset(token)

@@ -24,7 +24,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -137,6 +137,20 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
             await asyncio.wait({task}, timeout=_CANCELLED_SECONDS)
         if task.done() and not task.cancelled():
             task.exception()  # so that Python does not report it as never retrieved
+
+
+async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Returns all results in order. If one fails, cancels the others and waits for their end before it raises.
+
+    After `asyncio.gather` the others would go on, and use a rollout that has ended.
+    """
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def without_exit(awaitable: Awaitable[Any]) -> Any:

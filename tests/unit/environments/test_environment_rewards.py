@@ -83,6 +83,23 @@ async def test_a_function_that_raises_is_a_failure_and_never_a_zero():
         await score(rubric)
 
 
+async def test_no_function_goes_on_after_another_one_has_raised():
+    ended = []
+
+    async def broken():
+        raise ZeroDivisionError
+
+    async def go_on():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(ZeroDivisionError):
+        await score(Rubric().add_reward(broken).add_reward(go_on))
+    assert ended == [True]
+
+
 async def test_extras_are_merged_into_the_result():
     rubric = Rubric().add_reward(correct, golden_answer="answer")
     extras = {"extra_golden_answers": {"unit": "apples"}, "extra_info_turns": [{"turn": 0}]}

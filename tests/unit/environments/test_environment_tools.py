@@ -195,6 +195,29 @@ def test_a_lost_sandbox_is_an_infrastructure_failure():
         reply(Tools(), xml("lose_the_sandbox", {}))
 
 
+def test_no_call_goes_on_after_another_one_of_the_answer_lost_its_sandbox():
+    ended = []
+
+    async def lose_it_later():
+        await asyncio.sleep(0.01)
+        raise InfrastructureError("the sandbox is gone")
+
+    async def go_on():
+        try:
+            await asyncio.sleep(0.05)
+        finally:
+            ended.append(asyncio.current_task().cancelling())
+
+    async def answer():
+        environment = Tools(tools=[lose_it_later, go_on])
+        state = after(environment, xml("lose_it_later", {}) + xml("go_on", {}))
+        with pytest.raises(InfrastructureError):
+            await environment.env_response(conversation(state), state)
+        assert ended == [1]
+
+    asyncio.run(answer())
+
+
 def test_the_formatter_words_errors_and_may_fail():
     formatted = Tools(error_formatter=lambda error: f"Oops, {error}!")
     assert reply(formatted, xml("fail", ["x"])) == ["Error: Oops, x!"]
