@@ -84,7 +84,7 @@ def _plain(text: str) -> str:
 
 def _kinds(text: str) -> set[str]:
     kinds = {_KIND_OF[name] for name in _NAMED.findall(text) if name in _KIND_OF}
-    return kinds | {"!"} if "!" in text else kinds
+    return kinds | {"!"} if "!" in text.replace("\\!", "") else kinds  # \! is a space
 
 
 def _is_number(text: str) -> bool:
