@@ -23,7 +23,10 @@ OPTIONAL_PACKAGES = ["datasets"]
 OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of its own, as "Answer: " and the number.'
 """Follows the shipped problems, which lack the instruction of the hub's prompts."""
 
-_ANSWER_LINE = re.compile(r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(.*)$", re.IGNORECASE | re.MULTILINE)
+_ANSWER_LINE = re.compile(
+    r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(?:[\s*_]|(?:\\\[|\$\$)[ \t]*\n){0,20}(.*)$", re.IGNORECASE | re.MULTILINE
+)
+"""The answer may also follow in the next line, where models put a formula."""
 
 
 class DapoMathEnvironment(MathEnvironment):
@@ -40,7 +43,7 @@ class DapoMathEnvironment(MathEnvironment):
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
 
     def extract_answer(self, text: str) -> str:
-        lines = _ANSWER_LINE.findall(text)
+        lines = list(filter(None, _ANSWER_LINE.findall(text)))
         if not lines:
             return extract_boxed_answer(text)
         return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
