@@ -8,7 +8,7 @@ from tests.unit.environments.fake_hub import serve_rows
 from telescope.environments.arguments import known_arguments
 from telescope.environments.base import Environment
 from telescope.environments.i3_code.environment import expected_digests
-from telescope.environments.i3_code.runner import canonical_text, canonical_value, digest
+from telescope.environments.i3_code.runner import canonical_text, canonical_value, digest, run_test
 from telescope.environments.registry import environment_class, get_environment
 from telescope.errors import UserError
 
@@ -82,6 +82,15 @@ def test_outputs_may_differ_in_whitespace_or_zeros_alone(printed, expected, is_r
 )  # fmt: skip
 def test_a_value_is_right_as_it_is_in_a_list_or_as_json(value, expected, is_right):
     assert (digest(canonical_value(value)) in expected_digests(expected, is_value=True)) is is_right
+
+
+def test_a_function_may_use_a_dataclass_whose_annotations_are_texts():
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Point:\n    x: int\n\ndef solve(x):\n    return Point(x).x + 1\n"
+    )
+    result = run_test(program, [3], "solve", seconds=60.0, memory_bytes=2**31)
+    assert (result["status"], result["output"]) == ("ok", "4"), result["stderr"]
 
 
 def test_files_of_others_have_keyword_arguments_that_are_known():

@@ -30,10 +30,11 @@ MAX_TIMEOUTS = 3
 NOT_RUN = {"status": "timeout", "digest": "", "seconds": 0.0, "output": "", "stderr": "not run"}
 
 CALL = """
-import json, os, sys
+import json, os, sys, types
 sys.setrecursionlimit(20_000)
 job, out = json.load(sys.stdin), os.fdopen(int(sys.argv[1]), "w")
-scope = {"__name__": "solution"}
+sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look up their module
+scope = vars(sys.modules["solution"])
 exec("from typing import *", scope)
 exec(compile(open("program.py").read(), "program.py", "exec"), scope)
 function = scope.get(job["name"]) or getattr(scope["Solution"](), job["name"])
