@@ -134,6 +134,12 @@ def test_partial_credit_does_not_pass() -> None:
     assert passes["pass@1/share"] == 0.5
 
 
+def test_a_full_score_passes_however_its_sum_is_rounded() -> None:
+    items = [[{"reward": 0.7 + 0.2 + 0.1}]]
+    assert items[0][0]["reward"] < 1
+    assert metrics_over_items(items, {"pow_k": {"metrics": ["reward"], "k": [1]}})["pass^1/reward"] == 1.0
+
+
 def test_an_interval_of_a_proportion_has_the_normal_width() -> None:
     estimate = estimate_mean([1.0] * 300 + [0.0] * 700)
     assert (estimate.mean, estimate.num_items) == (0.3, 1000)
