@@ -10,6 +10,7 @@ a number, or a number and the golden answer to record. A rubric has no state: it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ class Rubric:
         values = [call_with_declared(term.function, **arguments) for term in self._terms]
         returned = await gather_or_cancel(map(maybe_await, values))
 
-        total = 0.0
+        counted: list[float] = []
         metrics: dict[str, float] = {}
         golden: dict[str, str | None] = {}
         for term, value in zip(self._terms, returned, strict=True):
@@ -111,9 +112,9 @@ class Rubric:
                 value, answer = value
                 golden[term.name] = None if answer is None else str(answer)
             metrics[term.name] = number = _number(value, term.name)
-            total += (term.weight or 0.0) * number
+            counted.append((term.weight or 0.0) * number)
         return RewardResult(
-            total_reward=total,
+            total_reward=math.fsum(counted),  # rounds once, so that a full reward reaches its maximum
             sample_metrics=metrics | (extra_sample_metrics or {}),
             golden_answers=golden | (extra_golden_answers or {}),
             info_turns=list(extra_info_turns or []),

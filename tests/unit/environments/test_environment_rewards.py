@@ -36,6 +36,13 @@ async def test_total_is_the_weighted_sum_and_metrics_are_the_returned_values():
     assert result.sample_metrics == {"correct": 1.0, "later": 2.0, "length": 1.0}
 
 
+async def test_weights_that_add_up_to_one_give_a_full_reward_of_one():
+    rubric = Rubric()
+    for weight in (0.7, 0.2, 0.1):
+        rubric.add_reward(lambda: 1.0, weight, name=str(weight))
+    assert (await score(rubric)).total_reward == 1.0
+
+
 async def test_functions_receive_only_what_they_declare():
     seen = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Terms:
 
     def total(self, values: Mapping[str, float]) -> float:
         """Returns the reward of an answer with these metrics, other metrics ignored."""
-        return sum(weight * values[name] for name, weight in self.weights.items())
+        return math.fsum(weight * values[name] for name, weight in self.weights.items())
 
     def __str__(self) -> str:
         names = [(self.compares or name) if name == "correct" else name for name in self.weights]
