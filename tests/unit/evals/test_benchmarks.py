@@ -145,6 +145,8 @@ def test_own_questions_are_scored_by_their_letter():
         (r"\boxed{B}", "B"), (r"$\boxed{\text{B}}$", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{B) 880 m}", "B"),
         ("Answer: B", "B"), ("**Answer:** (B)", "B"), ("The correct answer is **B**.", "B"), ("Answer: $B$", "B"),
         ("Answer: C\nNo.\nAnswer: B.", "B"), ("Answer: B) 880 m, not A", "B"), ("Answer: B\n\nA is too small.", "B"),
+        ("The answer is option B.", "B"), (r"Answer: \text{B}", "B"), (r"Answer: $\mathbf{(B)}$", "B"),
+        (r"Answer: \text{A} or \text{B}", ""), ("Answer: $A$ or $B$", ""), ("Answer: option A or option B", ""),
         (r"Answer: C, so \boxed{B}", "B"), ("ANSWER: B", "B"), ("Answer: A or B", ""), ("Answer: A, B", ""),
         (r"\boxed{A or B}", ""), ("answer: Because", ""), (r"\boxed{880}", ""), ("Answer: b", ""), ("B", ""), ("", ""),
     ],

@@ -27,11 +27,13 @@ ANSWER_COLUMNS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", 
 COLUMNS = tuple((name,) for name in ("Question", *ANSWER_COLUMNS))
 
 _OWN_ITEMS = Path(__file__).parent / "items.json"
+_MARKUP = r"(?:(?i:option|choice)\W{1,4})?(?:[a-z]{1,12}\{\W{0,4})?"
+"""What may precede a letter: the word "option", a LaTeX command."""
 _CHOICE = (
     rf"([{LETTERS}])(?![A-Za-z0-9])"
-    rf"(?![ \t)*]{{0,4}}(?:[,/&]|or|and)[ \t(*]{{0,4}}[{LETTERS}](?![A-Za-z]))"  # two choices are none
+    rf"(?![^\w\n]{{0,4}}(?:[,/&]|or|and)[^\w\n]{{0,4}}{_MARKUP}[{LETTERS}](?![A-Za-z]))"  # two choices are none
 )
-_STATED = re.compile(rf"(?i:answer)\W{{0,12}}(?:is\W{{1,12}})?{_CHOICE}")
+_STATED = re.compile(rf"(?i:answer)\W{{0,12}}(?:is\W{{1,12}})?{_MARKUP}{_CHOICE}")
 _BOXED = re.compile(rf"\W{{0,4}}(?:[a-z]+\{{)?\W{{0,4}}{_CHOICE}(?:[).:}}\s].*)?", re.DOTALL)
 
 
