@@ -112,7 +112,7 @@ class Child:
     _process: asyncio.subprocess.Process
 
     def __init__(self) -> None:
-        self.has_ended = False
+        self.has_ended = True  # until it has listed its tasks
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._tasks: list[asyncio.Task[None]] = []
@@ -132,9 +132,12 @@ class Child:
             async with asyncio.timeout(START_SECONDS):
                 while not (message := await self._message()).get("ready"):
                     tasks.append(message)
-        except (EOFError, ValueError, TimeoutError) as error:
+        except BaseException as error:  # a cancelled start must not leave a process that nobody reads
             await self.close()
+            if not isinstance(error, EOFError | ValueError | TimeoutError):
+                raise
             raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.end_of_stderr()}") from error
+        self.has_ended = False
         self._tasks.append(asyncio.create_task(self._read_answers()))
         return tasks
 
@@ -158,6 +161,8 @@ class Child:
     async def close(self) -> None:
         """Kills the process group."""
         self.has_ended = True
+        if not hasattr(self, "_process"):  # its start was cancelled
+            return
         kill_group(self._process.pid)
         await self._process.wait()
         await asyncio.wait(self._tasks[:1], timeout=1.0)  # for the last lines of its standard error

@@ -31,6 +31,7 @@ import asyncio, contextlib, json, os, subprocess, sys, time, types, urllib.reque
 async def opened(name, options):
     if options.get("breaks"):
         raise RuntimeError("no such taskset")
+    time.sleep(options.get("delay", 0))
     print("a print of the bridge")
     sleeper = subprocess.Popen(["sleep", "600"])
 
@@ -160,6 +161,20 @@ async def test_a_task_that_takes_too_long_fails_alone_unless_its_process_hangs(e
     await asyncio.sleep(1.0)
     await gone([int(first.sample_metrics["bridge"])])
     assert (await roll_out(environment, services, ANSWER)).total_reward == 1.0
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process_and_the_next_task_starts_another(tmp_path, services):
+    made = make(tmp_path, options={"delay": 1.0})
+    for delay in (0.0, 0.5):
+        starting = asyncio.create_task(made.prepare_resources())
+        await asyncio.sleep(delay)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await made.close_resources()
+    await gone([made._child._process.pid])
+    assert (await roll_out(made, services, ANSWER)).total_reward == 1.0
+    await made.close_resources()
 
 
 def test_a_process_that_lists_no_tasks_is_an_error_with_its_last_words(tmp_path):
