@@ -190,8 +190,9 @@ def extract_boxed_answer(text: str) -> str:
 def extract_code_block(text: str, language: str = "python") -> str:
     """Returns the last closed fenced block marked with `language`, or else the last unmarked one.
 
-    `""` if there is neither.
+    `""` if there is neither. `py` and `python3` mean Python.
     """
+    language = language.lower()
     marked: str | None = None
     unmarked = ""
     label: str | None = None
@@ -201,10 +202,11 @@ def extract_code_block(text: str, language: str = "python") -> str:
         if not stripped.startswith("```"):
             lines.append(line)
         elif label is None:
-            label = stripped[3:].strip().lower()
+            label = next(iter(stripped.lstrip("`").lower().split()), "")  # attributes may follow it
+            label = "python" if label in ("py", "python3") and label != language else label
             lines = []
         else:
-            if label == language.lower():
+            if label == language:
                 marked = "\n".join(lines)
             elif label == "":
                 unmarked = "\n".join(lines)

@@ -63,6 +63,9 @@ def test_code_block_of_the_language_comes_before_an_unmarked_one():
     assert extract_code_block(text, "json") == "{}"
     assert extract_code_block("```\nplain\n```") == "plain"
     assert extract_code_block("```python\nnot closed") == ""
+    for label in ("Python", "py", "python3", 'python title="a.py"', "`python"):
+        assert extract_code_block(f"```text\nno\n```\n```{label}\nx = 1\n```") == "x = 1"
+    assert extract_code_block("```py\nx = 1\n```", "py") == "x = 1"
 
 
 def test_exact_match_ignores_white_space_only():
