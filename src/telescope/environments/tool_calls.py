@@ -100,25 +100,27 @@ _ARGUMENT = re.compile(
 )
 _ANOTHER_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
 _GLM_CALL = re.compile(rf"\s*(?!null|true|false|NaN|Inf)([A-Za-z_]{_NAME}{{0,200}})\s*(?=<arg_key>|{_XML_CLOSE})")
+_TAG = r"(?:(?<!\w)<(?!\s)|</)[^<>\w]{0,3}"
+"""The beginning of a tag, which may be damaged; no comparison (`n < pool_size`), no type (`vector<bool>`)."""
 _FOREIGN = (
-    rf"<function=|{_MARKERS}|</?tool_?calls?>|</?[^<>\s]{{0,8}}(?:invo|nvok|voke|aram|amet)|<\|tool_call>"
-    r"|to=functions\.|<\uff5ctool\u2581call"
+    rf"<function=|{_MARKERS}|</?tool_?calls?>|{_TAG}(?!param[\s>])[^<>\s]{{0,8}}(?:invo|nvok|voke|aram|amet)"
+    r"|<\|tool_call>|to=functions\.|<\uff5ctool\u2581call"
 )
 _OBJECT = r"[\"']name[\"']\s*:.{0,200}(?:arguments|parameters)"
 _TRACES = {
     "xml": re.compile(
-        r"<[^<>]{0,3}/?(?:[^<>\s]{0,8}(?:too|ool|ol_|l_c|_ca)|[^<>]{0,8}call[^<>\s]{0,3}>)"
+        rf"{_TAG}(?:[^<>\s]{{0,8}}(?:too|ol_|l_c|_ca)|[^<>]{{0,8}}call[^<>\s]{{0,3}}>)"
         rf"|tool.?call\s{{0,3}}[<>{{\[=|]|[\"'](?:arguments|parameters)[\"']\s*:|{_OBJECT}|{_FOREIGN}",
         re.IGNORECASE,
     ),
     "function": re.compile(
-        r"<[^<>]{0,3}/?[^<>\s]{0,8}(?:fun|unc|nct|param|aram|amet)|tion=[^<>\s]{0,200}[>{]"
+        rf"{_TAG}(?!functional>|param[\s>])[^<>\s]{{0,8}}(?:fun|unc|nct|param|aram|amet)|tion=[^<>\s]{{0,200}}[>{{]"
         rf"|<[^<>\s]{{1,20}}=[^<>]{{1,100}}>|{_OBJECT}|{_FOREIGN}",
         re.IGNORECASE,
     ),
 }
-"""Pieces of the markup. At least one remains when some characters are missing or wrong. None of them
-occurs in ordinary text: "the tool call gave 5", "no further tool_call." and "fraction=3" are answers."""
+"""Pieces of the markup. At least one remains when some characters are missing or wrong. None of them occurs in ordinary
+text: "the tool call gave 5", "no further tool_call.", "fraction=3" and `vector<bool>` are answers."""
 
 
 @dataclass(slots=True)

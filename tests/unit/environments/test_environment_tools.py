@@ -195,6 +195,17 @@ def test_a_lost_sandbox_is_an_infrastructure_failure():
         reply(Tools(), xml("lose_the_sandbox", {}))
 
 
+@pytest.mark.parametrize("form", ["xml", "function"])
+@pytest.mark.parametrize(
+    "code",
+    ["std::vector<bool> v;", "Promise<Boolean>", "if (n < local_count)", "while (i < pool.size())", "n < max_calls",
+     "static_cast<bool>(x)", "#include <functional>", "while lo < func(x)", '/// <param name="x">a number</param>'],
+)  # fmt: skip
+def test_types_and_comparisons_in_code_are_no_attempts_of_a_call(form, code):
+    environment = Tools(tool_call_format=form)
+    assert environment.is_done(after(environment, code)) == (True, "final_answer")
+
+
 def test_no_call_goes_on_after_another_one_of_the_answer_lost_its_sandbox():
     ended = []
 
