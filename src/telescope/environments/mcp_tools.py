@@ -123,12 +123,13 @@ class Server:
         from mcp_types import INVALID_PARAMS
 
         client = await self.client()
+        ended = self._ended  # of this connection: an earlier failure may have opened another one by the end of the call
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return ToolResult("", str(error), success=False, error="argument_error")
-            self._ended.set()  # the next call connects again
+            ended.set()  # the next call connects again
             raise self._failure(error) from error
         text = "\n".join(map(_block_text, result.content)) or json.dumps(result.structured_content)
         return ToolResult("", text, success=not result.is_error, error="tool_error" if result.is_error else None)

@@ -1,5 +1,6 @@
 """Tools of real MCP servers, over standard input and output and over HTTP."""
 
+import asyncio
 import os
 import shlex
 import signal
@@ -10,11 +11,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep
+from telescope.environments.mcp_tools import Server
 from telescope.environments.records import assistant_message
 from telescope.environments.registry import make_environment
 from telescope.environments.tool_env import ToolEnvironment
@@ -154,6 +157,36 @@ def over_http(command, unused_tcp_port) -> Iterator[tuple[str, subprocess.Popen]
     finally:
         process.kill()
         process.wait()
+
+
+async def test_a_late_failure_of_an_old_connection_does_not_close_the_new_one(monkeypatch):
+    connections = []
+
+    class Client:
+        def __init__(self):
+            self.is_first = not connections
+
+        async def call_tool(self, name, arguments):
+            if self.is_first:
+                await asyncio.sleep(arguments["seconds"])
+                raise ConnectionError
+            return SimpleNamespace(content=[], structured_content={}, is_error=False)
+
+    async def keep_open(self, opened, ended):
+        opened.set_result(Client())
+        connections.append(ended)
+        await ended.wait()
+
+    monkeypatch.setattr(Server, "_keep_open", keep_open)
+    server = Server("words")
+    calls = [asyncio.create_task(server.call("echo", {"seconds": seconds})) for seconds in (0.01, 0.05)]
+    with pytest.raises(InfrastructureError):
+        await calls[0]
+    assert (await server.call("echo", {})).success
+    with pytest.raises(InfrastructureError):
+        await calls[1]
+    assert [ended.is_set() for ended in connections] == [True, False]
+    await server.close()
 
 
 async def test_a_server_over_http_has_its_name_before_names_that_are_taken(command, over_http):
