@@ -143,10 +143,12 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
     found = rules.findings(history)
     live, num_steps = status == "live", info.num_steps if info else None
     progress = verdict.progress(read["step"], started, ended, num_steps, live)
+    # After a resume, the newest step is from an earlier attempt until the first one has ended.
+    last_end = ended[-1] if info and read["attempt"][-1:] == [info.attempt] else None
     state = verdict.State(
         status=status,
         error=info.error if info else None,
-        seconds_since_step=time.time() - ended[-1] if ended and ended[-1] is not None else None,
+        seconds_since_step=None if last_end is None else time.time() - last_end,
         step_seconds=verdict.step_seconds(started, ended),
         is_training=num_steps is None or progress["step"] < num_steps,
     )
