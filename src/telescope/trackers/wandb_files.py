@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -87,6 +87,11 @@ class ChangedFiles:
                 names.append(name)
         return names, {name: state.size for name, state in found.items()}
 
+    def not_sent(self, names: Iterable[str]) -> None:
+        """Makes files due again whose upload failed."""
+        for name in names:
+            del self._sent[name]
+
 
 class RecordUpload:
     """Copies the record in `run_dir` to `run`, a run of W&B's client.
@@ -111,8 +116,19 @@ class RecordUpload:
         names, sizes = self._changed.due(now, last=last)
         if not names:
             return
-        there = self._there = self._uploaded() if self._there is None else self._there
-        sizes |= {name: size for name, size in there.items() if kind_of(name) not in self._kinds}
+        try:
+            there = self._there = self._uploaded() if self._there is None else self._there
+            sizes |= {name: size for name, size in there.items() if kind_of(name) not in self._kinds}
+            self._save(names, sizes, there)
+        except Exception:
+            self._changed.not_sent(names)
+            raise
+        self._replaced |= dict.fromkeys(there.keys() - sizes.keys() - self._replaced.keys(), now)
+        stays = 0.0 if self._run.offline else REPLACED_SECONDS
+        self._remove([name for name, since in self._replaced.items() if now - since >= stays])
+
+    def _save(self, names: Sequence[str], sizes: dict[str, int], there: dict[str, int]) -> None:
+        """Uploads `names` and the list of all files, and adds `names` to the uploaded files `there`."""
         saved: dict[str, Path] = {}
         for name in names:
             if name.endswith(NEVER_CHANGED) and there.get(name) == sizes[name]:
@@ -121,16 +137,13 @@ class RecordUpload:
             with contextlib.suppress(FileNotFoundError):  # replaced by the recorder; the new file comes next
                 place(self._run_dir / name, target)
                 saved[name] = target
-                there[name] = sizes[name]
         replace_json(self._folder / MANIFEST, {"format": 1, "files": sizes})
         for target in (*saved.values(), self._folder / MANIFEST):
             self._run.save(str(target), base_path=str(self._folder), policy="now")
+        there |= {name: sizes[name] for name in saved}
         for name in saved:
             if name.startswith("code/"):
                 self._log_code(self._run_dir / name)
-        self._replaced |= dict.fromkeys(there.keys() - sizes.keys() - self._replaced.keys(), now)
-        stays = 0.0 if self._run.offline else REPLACED_SECONDS
-        self._remove([name for name, since in self._replaced.items() if now - since >= stays])
 
     def finish(self) -> None:
         """Removes replaced files. Call it when all uploads are done."""

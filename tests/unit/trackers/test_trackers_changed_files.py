@@ -1,10 +1,12 @@
 """Files of a record are copied once, and again when they change, but never what looks like a secret."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from telescope.trackers.wandb_files import BYTES_PER_SECOND, ChangedFiles, kind_of
+from telescope.trackers.wandb_files import BYTES_PER_SECOND, MANIFEST, ChangedFiles, RecordUpload, kind_of
 
 ALL = ("record", "code", "logs", "logs_detailed", "logs_stdout")
 
@@ -54,3 +56,27 @@ def test_a_growing_file_waits_longer_the_larger_it_is(run_dir):
 @pytest.mark.parametrize("name", ["code/.env", "tables/x/id_rsa", "credentials.json", "logs/wandb.log"])
 def test_secrets_and_logs_of_other_processes_are_never_copied(name):
     assert kind_of(name) is None
+
+
+@pytest.mark.parametrize("fails", ["list", "save"])
+def test_files_of_a_failed_upload_are_uploaded_later(fails, run_dir, tmp_path_factory, monkeypatch):
+    problems, saved = {fails}, []
+
+    def attempt(what):
+        if what in problems:
+            problems.clear()
+            raise OSError("the server does not answer")
+
+    def save(path, base_path, policy):
+        attempt("save")
+        saved.append(Path(path).relative_to(base_path).as_posix())
+
+    folder = tmp_path_factory.mktemp("wandb")
+    upload = RecordUpload(SimpleNamespace(dir=str(folder), offline=False, save=save), str(run_dir), ("record",), 0.0)
+    monkeypatch.setattr(upload, "_uploaded", lambda: attempt("list") or {})
+    with pytest.raises(OSError, match="does not answer"):
+        upload.upload(last=False)
+    upload.upload(last=False)
+    names = ["run.json", "tables/steps/0.parquet"]
+    assert saved == [*(f"telescope/{name}" for name in names), MANIFEST]
+    assert sorted(json.loads((folder / MANIFEST).read_text())["files"]) == names
