@@ -269,17 +269,21 @@ def _modified(path: Path) -> int:
 def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all fields of a run: settings, means of the last 10 steps, and the newest accuracy of each eval."""
     fields = {CONFIG + name: value for name, value in config.items()}
-    steps, _ = run.rows_since("steps", max(0, run.num_rows("steps") - 3 * WINDOW), ["attempt", "step", "metrics"])
-    if steps.num_rows:
-        steps = steps.filter(pc.invert(superseded(steps, run.cutoffs())))
+    end, count = run.num_rows("steps"), 3 * WINDOW
+    while True:
+        steps, _ = run.rows_since("steps", max(0, end - count), ["attempt", "step", "metrics"])
+        if steps.num_rows:
+            steps = steps.filter(pc.invert(superseded(steps, run.cutoffs())))
+        if steps.num_rows >= WINDOW or count >= end:
+            break
+        count *= 4  # a later attempt superseded many of the newest rows
     rows = [dict(row) for row in steps["metrics"].to_pylist()[-WINDOW:] if row]
     for name in sorted({name for row in rows for name in row}):
         values = [value for value in (row.get(name) for row in rows) if value is not None and math.isfinite(value)]
         if values:
             fields[LAST + name] = math.fsum(value / len(values) for value in values)  # a sum may be infinite
-    evals, _ = run.rows_since("evals", 0, ["name", "version", "status", "accuracy"])
     newest: dict[str, int] = {}
-    for row in evals.to_pylist():
+    for row in run.table("evals", columns=["name", "version", "accuracy"]).to_pylist():
         name, version = row["name"], row["version"] or 0
         if name and row["accuracy"] is not None and version >= newest.get(name, version):
             newest[name], fields[EVAL + name] = version, row["accuracy"]

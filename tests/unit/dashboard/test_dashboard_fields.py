@@ -40,6 +40,17 @@ def test_the_newest_eval_counts(tmp_path):
     assert values_of(Run(tmp_path / "run"), {}) == {"eval.math": 0.4}
 
 
+def test_an_attempt_that_goes_far_back_keeps_the_last_values_before_it(tmp_path):
+    for attempt, steps in enumerate((range(60), range(10, 12)), 1):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=steps[0])
+            for step in steps:
+                recorder.write("steps", {"step": step, "metrics": {"entropy": float(step)}})
+            ended = {"eval_id": "e", "name": "math", "step": steps[-1], "version": steps[-1] + 1}
+            recorder.write("evals", {**ended, "status": "finished", "accuracy": 0.1 * attempt})
+    assert values_of(Run(tmp_path / "run"), {}) == {"last.entropy": 6.5, "eval.math": 0.2}
+
+
 def test_fields_tell_in_how_many_runs_and_values_they_are(client):
     found = {row["name"]: row for row in client.get("/api/fields").json()}
     assert found["config.algorithm"] == {**found["config.model"], "name": "config.algorithm", "values": 2} | {
