@@ -101,7 +101,7 @@ class LogParser:
         match = next((found for header in _HEADERS if (found := header.match(line))), None)
         if match is not None:
             started = _started(match.groupdict(), process, now)
-            if self._entry is not None and self._entry.header == started.header:
+            if started.header is not None and self._entry is not None and self._entry.header == started.header:
                 self._append(started.lines[0])
                 return
             yield from self.end()

@@ -125,3 +125,10 @@ def test_a_file_that_grows_too_fast_is_read_in_part(tmp_path: Path) -> None:
     assert f"{MAX_BEHIND_BYTES + 16 - MAX_BYTES_PER_POLL} bytes" in rows[0]["message"]
     assert rows[-1]["message"] == "last"
     assert all(len(row["message"]) <= MAX_LINE for row in rows)
+
+
+def test_lines_without_a_place_are_one_entry_each() -> None:
+    rows = parsed("ready\nINFO:     Started\nERROR:    Exception in ASGI application\nINFO:     Shutting down")
+    assert [(row["level"], row["message"]) for row in rows] == [
+        ("INFO", "ready"), ("INFO", "Started"), ("ERROR", "Exception in ASGI application"), ("INFO", "Shutting down"),
+    ]  # fmt: skip
