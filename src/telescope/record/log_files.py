@@ -229,7 +229,7 @@ class LogFiles:
             yield {"time": now, "level": "WARNING", "message": message}
         with file.path.open("rb") as stream:
             stream.seek(file.position)
-            data = stream.read(MAX_BYTES_PER_POLL)
+            data = stream.read(MAX_BEHIND_BYTES if last else MAX_BYTES_PER_POLL)
         file.position += len(data)
         *lines, partial = (file.partial + data).split(b"\n")
         if last or len(partial) > MAX_LINE:

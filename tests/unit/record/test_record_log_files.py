@@ -132,3 +132,13 @@ def test_lines_without_a_place_are_one_entry_each() -> None:
     assert [(row["level"], row["message"]) for row in rows] == [
         ("INFO", "ready"), ("INFO", "Started"), ("ERROR", "Exception in ASGI application"), ("INFO", "Shutting down"),
     ]  # fmt: skip
+
+
+def test_the_last_poll_reads_to_the_end_of_a_file(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    (tmp_path / "logs").mkdir()
+    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+    line = "x" * (MAX_LINE - 1)
+    (tmp_path / "logs" / "trainer-0.log").write_text(f"{line}\n" * 100 + "MemoryError: the last line\n")
+    files.poll(NOW, last=True)
+    assert len(rows) == 101 and rows[-1]["message"] == "MemoryError: the last line"
