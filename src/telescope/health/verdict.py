@@ -8,7 +8,7 @@ from typing import Any
 
 from telescope.health import rules
 from telescope.health.rules import WINDOW, Finding, History, Values, ends_of, finite
-from telescope.health.watch import SILENT_STEPS
+from telescope.health.watch import DISK_SILENT_SECONDS, SILENT_STEPS
 
 MINUS = "\u2212"
 
@@ -153,6 +153,7 @@ def step_seconds(started: Values, ended: Values) -> float | None:
 
 RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
 REPEATED_KINDS = RULE_KINDS | {"disk"}  # kinds that `watch` reports again while the problem lasts
+DISK_SECONDS = 1.1 * DISK_SILENT_SECONDS  # without another report, after which the disk has space again
 STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: number of later steps that resolve it
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
@@ -166,8 +167,8 @@ def alerts(
 
     `ended` are the end times of the steps, in Unix seconds. `first_step` and `first_time` belong to the first report,
     `count` is the number of reports. An alert is resolved if its rule finds nothing now, a step has ended since the
-    stall, `rules.WINDOW` steps followed the log line, the server is back, a later eval has a result, it belongs to an
-    earlier attempt, or it only informs.
+    stall, `rules.WINDOW` steps followed the log line, a nearly full disk is no longer reported every hour, the server
+    is back, a later eval has a result, it belongs to an earlier attempt, or it only informs.
     """
     now = {finding.kind for finding in found}
     works: set[str] = set()
@@ -194,6 +195,7 @@ def alerts(
             "resolved": row["level"] == "info"
             or attempt < newest_attempt
             or (kind in RULE_KINDS and (kind not in now or same is not None))
+            or (kind == "disk" and (same is not None or _silent(row["time"], ended[-1:])))
             or (kind in STEPS_THAT_RESOLVE and _steps_followed(row["time"], ended, STEPS_THAT_RESOLVE[kind]))
             or bool(about and about[1] in works),
         }
@@ -209,10 +211,15 @@ def _steps_followed(time: float | None, ended: Values, count: int) -> bool:
     return time is not None and nth_last is not None and time < nth_last
 
 
+def _silent(reported: float | None, until: Values) -> bool:
+    """Returns whether a nearly full disk would have been reported again before `until`."""
+    return reported is not None and any(time is not None and time - reported > DISK_SECONDS for time in until)
+
+
 def _lasted(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
     """Returns whether two reports of one kind are about one problem that lasted from one to the other."""
     if earlier["kind"] == "disk":
-        return True
+        return not _silent(earlier["time"], [later["first_time"]])
     between = (earlier["step"], later["first_step"])
     return None not in between and 0 <= between[1] - between[0] <= SILENT_STEPS + WINDOW
 

@@ -162,6 +162,14 @@ def test_a_logged_warning_is_resolved_after_ten_steps() -> None:
     assert [verdict.alerts(rows, 2, [], steps[:count])[0]["resolved"] for count in (5, 20, 21)] == [False, False, True]
 
 
+def test_a_nearly_full_disk_is_resolved_when_it_is_no_longer_reported_every_hour() -> None:
+    rows = [row("disk", "The disk has 9 GiB left.", time=3600.0 * hour) for hour in (31, 30, 2, 1)]
+    for last_step, is_resolved in ((31.5, False), (33.0, True)):
+        newest, before = verdict.alerts(rows, 2, [], [3600.0, 3600.0 * last_step])
+        assert (newest["count"], newest["first_time"], newest["resolved"]) == (2, 3600.0 * 30, is_resolved)
+        assert (before["count"], before["first_time"], before["resolved"]) == (2, 3600.0, True)
+
+
 def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:
     (shown,) = verdict.alerts([row("server", "Server 0 restarted. Look at its log.")], 2, [])
     assert (shown["title"], shown["text"], shown["advice"]) == ("Server 0 restarted", "Look at its log.", None)
