@@ -106,6 +106,7 @@ class RecordFollower:
     def __init__(self, run: TrackedRun, last_step: int) -> None:
         self._run = run
         self._record = Run(run.record or run.directory)
+        self._first_step = last_step + 1
         self._last_step = last_step
         self._charts = GaugeCharts()
         self._chart_due = 0.0
@@ -153,6 +154,8 @@ class RecordFollower:
 
     def _step_rows(self, table: str, cut: dict[int, int]) -> list[dict[str, Any]]:
         rows = self._new(table)
+        # Filtered as Arrow: as Python objects, the sent steps of a long run take gigabytes.
+        rows = rows.filter(pc.greater_equal(rows["step"], self._first_step))
         return rows.filter(pc.invert(superseded(rows, cut))).to_pylist()
 
     def _of_attempt(self, table: str) -> pa.Table:
