@@ -113,7 +113,7 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
     finds = not (arguments.places or arguments.root or arguments.demo)
-    finds = finds and os.environ.get("WANDB_MODE", "").strip().lower() not in ("offline", "disabled")
+    finds = finds and os.environ.get("WANDB_MODE", "").strip().lower() not in ("offline", "dryrun", "disabled")
     has_key = finds and has_credentials(os.environ)
     places = [*map(str, folders), *(f"W&B {remote.project.path}" for remote in remotes)]
     shown = ", ".join([*places, *["your projects on W&B"] * has_key])

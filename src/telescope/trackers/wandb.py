@@ -27,6 +27,9 @@ VERSION_KEY = "telescope_version"
 DEFAULT_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """Hosts of W&B's own server. The client's version decides which one it uses."""
 
+OLD_MODES = {"dryrun": "offline", "run": "online"}
+"""Values of `WANDB_MODE` that W&B still accepts, and what they mean."""
+
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
     """Returns whether W&B would find a key, in the environment or netrc."""
@@ -56,6 +59,7 @@ def server_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
 def wandb_mode(environment: Mapping[str, str]) -> str:
     """Returns `online`, `offline` or `disabled`, from `WANDB_MODE` or else from whether there are credentials."""
     asked = environment.get("WANDB_MODE", "").strip().lower()
+    asked = OLD_MODES.get(asked, asked)
     if asked in ("online", "offline", "disabled"):
         return asked
     return "online" if has_credentials(environment) else "offline"

@@ -15,6 +15,12 @@ def test_the_environment_variable_decides(mode, tmp_path):
     assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": mode}) == mode
 
 
+def test_an_old_mode_of_wandb_counts_like_its_new_name(tmp_path):
+    environment = {"HOME": str(tmp_path), "WANDB_API_KEY": "k" * 40}
+    assert wandb_mode({**environment, "WANDB_MODE": "dryrun"}) == "offline"
+    assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": "run"}) == "online"
+
+
 def test_without_credentials_a_run_is_offline(tmp_path):
     assert wandb_mode({"HOME": str(tmp_path)}) == "offline"
 
