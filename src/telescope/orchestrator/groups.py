@@ -45,7 +45,7 @@ class Group:
     requeued: bool = False
     """Whether the group is withdrawn and its prompt is requeued."""
     prompt_key: str = ""
-    """Key of the prompt in the record's table `prompts`, once it is written."""
+    """Key of the prompt in the record's table `prompts`, once this attempt has written it."""
 
     @property
     def group_id(self) -> int:

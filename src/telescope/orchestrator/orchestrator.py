@@ -93,6 +93,8 @@ class Orchestrator:
 
     def __post_init__(self, sampler: PromptSampler, held_out_uids: frozenset[str], start: RunState | None) -> None:
         start = start or RunState()
+        for group in start.groups:
+            group.prompt_key = ""  # the attempt that recorded the prompt was an earlier one
         config, batch_size = self.config, self.config.prompts_batch_size_for_trainer
         self.window = AsyncWindow(
             batch_size, config.max_async_rollout, start.step, start.step * batch_size + len(start.groups)

@@ -114,6 +114,24 @@ async def test_a_run_resumed_after_any_step_trains_every_prompt_exactly_once(res
     assert [row["step"] for row in second.recorder.of("steps")] == list(range(resumed_after, 6))
 
 
+async def test_a_resumed_run_records_the_prompts_of_groups_that_it_continues_with():
+    config = config_of(number_of_steps=6, max_async_rollout=3)
+
+    async def after_step(step: int, state: Callable[[], RunState]) -> None:
+        await tick(20)  # until groups are finished
+        if step == 2:
+            first.orchestrator.request_stop()
+
+    first = InMemoryRun(config, after_step=after_step)
+    await first.run()
+    state = RunState.load_state_dict(json.loads(json.dumps(first.orchestrator.run_state().state_dict())))
+    assert state.step == 2 and state.groups
+    second = InMemoryRun(config, start=state)
+    await second.run()
+    named = {row["prompt_key"] for row in second.recorder.of("samples")}
+    assert named == {row["prompt_key"] for row in second.recorder.of("prompts")}
+
+
 async def test_every_step_records_the_sampler_position():
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
     await run.run()
