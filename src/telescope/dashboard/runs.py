@@ -22,6 +22,7 @@ from telescope.dashboard.store import RunStore
 from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
 from telescope.record.files import RunFiles
+from telescope.record.gauges import REPEAT_SECONDS
 from telescope.record.reader import Run
 
 MAPS = ("versions", "topology")
@@ -31,7 +32,7 @@ CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of a checkpoint's folder."""
 
 NEWEST_GAUGES = 4000
-"""Number of newest gauge rows that are searched, about 20 seconds of a run."""
+"""Number of newest gauge rows that are searched first, about 20 seconds of a small run."""
 
 WAITING = "vllm:num_requests_waiting"
 
@@ -219,7 +220,14 @@ def now_of(run: Run) -> dict[str, Any]:
 
 def _waiting(run: Run) -> int | None:
     """Returns the number of requests waiting in the engines, by their newest gauges. None without recorded gauges."""
-    rows, _ = run.rows_since("gauges", max(0, run.num_rows("gauges") - NEWEST_GAUGES), ["name", "server", "value"])
+    end, count = run.num_rows("gauges"), NEWEST_GAUGES
+    while True:
+        rows, _ = run.rows_since("gauges", max(0, end - count), ["time", "name", "server", "value"])
+        times = pc.min_max(rows["time"]).as_py()
+        # An unchanged number is repeated every `REPEAT_SECONDS`, however many other rows come between.
+        if count >= end or not rows.num_rows or times["max"] - times["min"] >= 2 * REPEAT_SECONDS:
+            break
+        count *= 4
     rows = rows.filter(pc.equal(rows["name"], WAITING))
     newest = dict(zip(rows["server"].to_pylist(), rows["value"].to_pylist(), strict=True))
     return int(sum(newest.values())) if newest else None

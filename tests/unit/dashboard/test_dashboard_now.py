@@ -100,3 +100,16 @@ def test_an_unknown_model_has_no_parts(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     found = architecture_of(Run(tmp_path))
     assert (found["parts"], found["parameters"], found["source"]) == ([], None, None)
+
+
+def test_waiting_requests_are_found_among_the_gauges_of_many_gpus(live):
+    recorder, client = live
+    recorder.describe_now(RunStatus("run", 60, phase="training").now)
+    gauge = {"name": "vllm:num_requests_waiting", "component": "inference"}
+    recorder.write("gauges", {**gauge, "time": time.time() - 12, "server": 0, "value": 4.0})
+    recorder.write("gauges", {**gauge, "time": time.time() - 9, "server": 0, "value": 2.0})
+    for number in range(9000):
+        row = {"time": time.time() - 8 + number / 1200, "name": "gpu_power_watts", "component": "gpu"}
+        recorder.write("gauges", {**row, "gpu": number % 64, "value": float(number)})
+    assert recorder.flush()
+    assert client.get("/api/runs/run/now").json()["num_waiting"] == 2
