@@ -34,6 +34,8 @@ from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
+_TAKES_TASK = re.compile(r"^TAKES_TASK(?: *: *bool)? *= *True\b", re.MULTILINE)
+
 
 @dataclass(slots=True, frozen=True)
 class Source:
@@ -193,8 +195,8 @@ def _named(name: str, sources: Mapping[str, Source]) -> Source | None:
     source = sources.get(name_of_folder)
     if source is None or not colon:
         return source
-    takes_task = source.file is not None and "\nTAKES_TASK = True\n" in source.file.read_text(encoding="utf-8")
-    return replace(source, name=name, task=task) if takes_task else None
+    code = "" if source.file is None else source.file.read_text(encoding="utf-8")
+    return replace(source, name=name, task=task) if _TAKES_TASK.search(code) else None
 
 
 def _file_of(module: str, what: str) -> Path | None:

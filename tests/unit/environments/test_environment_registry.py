@@ -73,6 +73,12 @@ def test_a_reward_that_does_not_take_its_arguments_is_refused_with_the_form(writ
         get_eval("short_metrics", environments_path=[path])
 
 
+@pytest.mark.parametrize("written", ["TAKES_TASK = True", "TAKES_TASK: bool = True", "TAKES_TASK = True  # a puzzle"])
+def test_a_file_that_takes_a_task_is_named_with_it(write, written):
+    path = write("puzzles", f"{textwrap.dedent(PLAIN.format(name='Puzzle'))}\n{written}")
+    assert get_environment("puzzles:maze", environments_path=[path]).task == "maze"
+
+
 def test_files_of_a_folder_import_each_other_relatively(write):
     write("with_helper", "ANSWER = 'from the helper'", file="helper.py")
     path = write("with_helper", "from .helper import ANSWER\n" + textwrap.dedent(PLAIN.format(name="P")))
