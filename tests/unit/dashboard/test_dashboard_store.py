@@ -97,6 +97,22 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path):
     assert client.get("/api/runs/run").json()["unreadable"] == [name]
 
 
+def test_new_lines_of_a_log_follow_also_after_a_damaged_file(tmp_path):
+    def write(message):
+        with Recorder(tmp_path / "run") as recorder:
+            recorder.write("logs", {"time": time.time(), "message": message})
+
+    write("first")
+    (file,) = Run(tmp_path / "run").table_files("logs")
+    write("second")
+    file.path.write_bytes(file.path.read_bytes()[:-20])
+    client = client_of(tmp_path)
+    shown = client.get("/api/runs/run/logs").json()
+    write("third")
+    news = client.get(f"/api/runs/run/logs?since={shown['next']}").json()["rows"]
+    assert [row["message"] for row in news] == ["third"]
+
+
 def write_blocks(run_dir, num_blocks):
     for step in range(num_blocks):
         with Recorder(run_dir) as recorder:
