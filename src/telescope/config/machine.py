@@ -178,6 +178,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
 
 
 CHOSEN_PORTS = "\0telescope/chosen-ports"
+"""Beginning of the names of the abstract sockets that reserve blocks of ports."""
 _chosen: dict[int, socket.socket] = {}
 """Reservations of the blocks of ports that this process chose, by their first port."""
 

@@ -255,7 +255,7 @@ def logs(store: RunStore, query: LogQuery) -> dict[str, Any]:
     Lines of several files arrive a second or two late, so the newest rows are not the latest lines.
     """
     store.refresh("logs")
-    ((num_rows,),) = store.fetch("SELECT count(*) FROM logs")  # of damaged files none are there
+    ((num_rows,),) = store.fetch("SELECT count(*) FROM logs")  # without those of damaged files
     if query.level and query.level not in LEVELS:
         raise UserError(f"level={query.level!r} is not a level. Use one of {', '.join(LEVELS)}.")
     levels, search = list(LEVELS[LEVELS.index(query.level) :]) if query.level else None, query.search.strip()

@@ -132,7 +132,7 @@ class Child:
             async with asyncio.timeout(START_SECONDS):
                 while not (message := await self._message()).get("ready"):
                     tasks.append(message)
-        except BaseException as error:  # a cancelled start must not leave a process that nobody reads
+        except BaseException as error:  # a cancelled start must end its process too
             await self.close()
             if not isinstance(error, EOFError | ValueError | TimeoutError):
                 raise

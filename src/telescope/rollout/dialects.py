@@ -57,6 +57,7 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
 def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields of a request that limit tokens or name stop texts."""
     given = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
+    # `parallel_tool_calls: true` is the default. Not in _CHOICES, because 1 == True.
     sampling = {name: value for name, value in given.items() if value is not True and value not in _CHOICES}
     for name in limits:
         if (limit := body.get(name)) is not None:

@@ -243,7 +243,7 @@ class Trajectory:
 
     @property
     def answers(self) -> list[Turn]:
-        """Returns the turns that are trained, or all if none is. Filters and penalties judge only these."""
+        """Returns the turns that are trained, or all if none is. Filters and penalties use only these."""
         return [turn for turn in self.turns if turn.trained] or self.turns
 
     @property
