@@ -19,8 +19,10 @@ fork: the recorded ids are kept, unless every prompt is rendered from the start.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from telescope.environments.context import Call
 from telescope.environments.records import ChatMessage, assistant_message
@@ -31,13 +33,8 @@ from telescope.rollout.rendering import Dialogue, Renderer
 RETRY, BRANCH, EDITED_HISTORY, TOOLS = "retry", "branch", "edited_history", "tools"
 
 
-Identity = tuple[str, str, str]
-"""Identifies a message in any form in which an SDK sends it: role, text, and tool calls as JSON."""
-
-_ENCODER = json.JSONEncoder(sort_keys=True)
-_DECODER = json.JSONDecoder(parse_int=float, parse_constant=lambda name: None)
-"""JavaScript has one type of number, so agents send 1.0 back as 1, and JSON has null for NaN. Made once, because every
-call identifies its whole history."""
+Identity = tuple[str, str, Hashable]
+"""Identifies a message in any form in which an SDK sends it: role, text, and tool calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +64,10 @@ class _Answer:
         while answer is not None:
             parts += [answer.token_ids, answer.prompt.added_token_ids]
             answer = answer.prompt.before
-        return [token_id for part in reversed(parts) for token_id in part]
+        token_ids: list[int] = []
+        for part in reversed(parts):
+            token_ids += part
+        return token_ids
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,6 +193,18 @@ class Joins:
 
 
 def _identity(message: ChatMessage) -> Identity:
-    calls = message.get("tool_calls")
-    written = _ENCODER.encode(_DECODER.decode(_ENCODER.encode(calls))) if calls else ""
-    return message["role"], message["content"].strip(), written
+    return message["role"], message["content"].strip(), _hashable(message.get("tool_calls") or ())
+
+
+def _hashable(value: Any) -> Hashable:
+    """Returns a JSON value as agents may send it back: JavaScript has one type of number, and JSON null for NaN."""
+    if isinstance(value, Mapping):
+        return frozenset([(str(key), _hashable(each)) for key, each in value.items()])
+    if isinstance(value, list | tuple):
+        return tuple([_hashable(each) for each in value])
+    if isinstance(value, bool):
+        return bool, value  # Python's True equals 1
+    if isinstance(value, int | float):
+        number = float(str(value))  # inf for an integer that is too large
+        return number if math.isfinite(number) else None
+    return value

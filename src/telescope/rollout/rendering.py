@@ -29,7 +29,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -438,7 +437,14 @@ class Dialogue:
 
 def _num_equal(text: str, other: str) -> int:
     """Returns the length of the common beginning of two texts."""
-    return bisect_left(range(min(len(text), len(other))), True, key=lambda i: text[: i + 1] != other[: i + 1])
+    start, stop = 0, min(len(text), len(other))
+    while start < stop:
+        middle = (start + stop + 1) // 2
+        if text[start:middle] == other[start:middle]:
+            start = middle
+        else:
+            stop = middle - 1
+    return start
 
 
 def _same(text: str, other: str) -> bool:
