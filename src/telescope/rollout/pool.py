@@ -295,7 +295,6 @@ class RolloutPool:
             self._ended(group, index, _lost_sample(group, index, error))
 
     def _reopen(self, worker: _Worker) -> None:
-        worker.orders.lanes |= worker.shares
         for lane in self.lanes.values():  # it may be on another node, so that other workers run an environment
             lane.share_slots_of(lane.servers)
         for name in worker.shares:

@@ -159,7 +159,7 @@ class Rollout:
         self._num_sampled = 0
         """Number of turns that the rollout has asked for since it began."""
         self._kept: Lease | None = None
-        """Slot of the last turn, if it is kept while the environment replies."""
+        """Slot that no request uses: of the first turn, or of the last while the environment replies."""
         self._running: asyncio.Task[Any] | None = None
 
     @property
@@ -228,7 +228,8 @@ class Rollout:
         `InfrastructureError`.
         """
         trajectory = self.trajectory
-        self.release()
+        if self._num_sampled:
+            self.release()
         number, self._num_sampled = self._num_sampled, self._num_sampled + 1
         num_free_tokens = self.settings.sampling.max_context - len(prompt_token_ids)
         if num_free_tokens <= 0:
@@ -275,6 +276,8 @@ class Rollout:
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
+                if self.settings.for_eval:  # its samples start together, so that agents would time out as they wait
+                    self._kept = await self._slots.acquire(self._slot_key, timeout=self.settings.slot_timeout)
                 reward = await self._environments.roll_out(self)
                 break
             except InfrastructureError:
@@ -309,7 +312,8 @@ class Rollout:
         task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
         while True:
-            lease = await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
+            lease, self._kept = self._kept, None
+            lease = lease or await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
             trajectory.server_index, trajectory.slot = lease.server, lease.slot
             num_seen: int | None = None
             # Unique, because every retry of a turn or of the conversation increases the count.

@@ -5,7 +5,7 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -17,6 +17,7 @@ from telescope.environments.context import RolloutContext
 from telescope.environments.registry import complete_class
 from telescope.errors import UserError
 from telescope.rollout.endpoint import MAX_IN_FLIGHT
+from telescope.rollout.request_slots import RequestSlotPool
 
 CALLS = """
 import json, os, urllib.request
@@ -352,3 +353,30 @@ async def test_a_call_after_the_end_is_refused(bench: Any) -> None:
     sample = await made.run()
     over.set()
     assert (await late[0], len(made.policy.requests), len(sample.turns)) == ("401", 1, 1)
+
+
+async def test_an_agent_of_an_eval_begins_with_its_first_slot(bench: Any) -> None:
+    """An eval starts all samples at once, so that its last agents would time out before their first call."""
+    made = await bench(WaitsForItsTurn, lambda prompt: "4")
+    slots = made.slots = RequestSlotPool([1])
+    slots.set_up(0, True)
+    WaitsForItsTurn.waiting.clear()
+    samples = await asyncio.gather(*(made.run(for_eval=True) for _ in range(4)))
+    assert [sample.failure_message for sample in samples] == [None] * 4
+    assert max(WaitsForItsTurn.waiting) == 1
+    assert slots.num_used == 0
+
+
+class WaitsForItsTurn(Agent):
+    waiting: ClassVar[list[int]] = []
+    """How many agents were without their first answer as another began."""
+    without_answer = 0
+
+    async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
+        self.without_answer += 1
+        self.waiting.append(self.without_answer)
+        await asyncio.sleep(0.01)
+        await ask(context)
+        self.without_answer -= 1
+        await ask(context)
+        return RewardResult(1.0)
