@@ -190,27 +190,25 @@ def extract_boxed_answer(text: str) -> str:
 def extract_code_block(text: str, language: str = "python") -> str:
     """Returns the last closed fenced block marked with `language`, or else the last unmarked one.
 
-    `""` if there is neither. `py` and `python3` mean Python.
+    `""` if there is neither. `py` and `python3` mean Python. The closing fence may also end a line of code.
     """
     language = language.lower()
     marked: str | None = None
-    unmarked = ""
-    label: str | None = None
+    unmarked = label = fence = ""
     lines: list[str] = []
     for line in [] if isinstance(text, UnfinishedReasoning) else text.splitlines():
         stripped = line.strip()
-        if not stripped.startswith("```"):
-            lines.append(line)
-        elif label is None:
-            label = next(iter(stripped.lstrip("`").lower().split()), "")  # attributes may follow it
-            label = "python" if label in ("py", "python3") and label != language else label
-            lines = []
+        if not fence:
+            if stripped[:3] in ("```", "~~~") and "```" not in (info := stripped.lstrip("`~")):
+                fence, lines = stripped[:3], []
+                label = next(iter(info.lower().split()), "")  # attributes may follow it
+                label = "python" if label in ("py", "python3") and label != language else label
+        elif stripped.startswith(fence) or stripped.endswith(fence):
+            block = "\n".join(lines if stripped.startswith(fence) else [*lines, line.rstrip().rstrip(fence)])
+            marked, unmarked = (block if label == language else marked), (unmarked if label else block)
+            fence = ""
         else:
-            if label == language:
-                marked = "\n".join(lines)
-            elif label == "":
-                unmarked = "\n".join(lines)
-            label = None
+            lines.append(line)
     return marked if marked is not None else unmarked
 
 

@@ -87,6 +87,7 @@ def test_no_problem_is_solved_by_copying_a_formula_of_it(environment):
         (r"12{,}345\text{ cm}^2", "12345", "", True), (r"90^\circ", "90", "", True), (r"\$18.90", "18.90", "", True),
         (r"1.5 \times 10^{6}", "1500000", "", True), (r"0.\overline{3}", r"\frac{1}{3}", "", True),
         (r"\{4\}", "4", "", True), (r"\frac{\sin x}{\cos x}", r"\tan x", "", True),
+        (r"\frac59 \approx 0.56", r"\frac{5}{9}", "", True), (r"\binom{8}{4} \approx 70", "70", "", False),
         (r"58,\!500", "58500", "", True), (r"5 \!\! !", "120", "", False),
         ("3+2x", "2x+3", "Let $f(x)=x$.", True), ("x+1", "1+x", "Let $3x+1=2$.", True),
         ("2^{10}", "2^{10}", "Which is larger, $2^{10}$ or $10^3$?", True), ("3", "3.0", "Round $3$.", True),

@@ -95,6 +95,7 @@ a÷b | \frac{a}{b} ;; (x-1)(x+2) | x² + x − 2 ;; x^{1/2} | \sqrt{x} ;; |x| | 
 B. 2 | B ;; B) 2 | B ;; \textbf{(B)}\ 2 | B ;; (B) 2 | (B) ;; \text{B: } 2 | B ;; Option B | B ;; B | Option B
 Choice (B) | B ;; 72 | Total: 72 ;; Result: 72 | 72 ;; Ans = 72 | 72 ;; The result is 72 | 72 ;; 72 | Total: $72$
 speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
+\frac{5}{9} \approx 0.56 | \frac59 ;; x = 1/3 ≈ 0.33 | 1/3
 3 pm | 3 ;; 25 seconds | 25 ;; 5 half | 5 half
 """
 WRONG = r"""
@@ -111,6 +112,7 @@ True | False ;; true | 1 ;; 1 | true ;; 1.\overline{27} | 1.27 ;; 10^3 | 103 ;; 
 \text{cm} | 5 ;; cm | 5 ;; $ | 5 ;; . | 5 ;; 0 | 5 ;; \ | 5 ;; x < 5 | 5 ;; x \ge 5 | 5 ;; \neq 5 | 5
 not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5 ;; 3 am | 3 pm ;; 3 a.m. | 3 PM ;; 5 half | 5 ;; 5 halves | 5
 5 sixths | 5 ;; 3 quarters | 3 ;; 5 degrees below zero | 5 ;; 5 less | 5 ;; 9 negative | 9 ;; 5th root | 5
+8 \cdot 70/8 \approx 70 | 70 ;; 1 \approx 2 | 2
 5 | 5 thirds ;; 5 more | 5 ;; C. 2 | B ;; B. 2 or C. 3 | B ;; A) B | B ;; (A) 2, (B) 3 | A ;; Total: 73 | 72
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""

@@ -127,7 +127,8 @@ def test_a_seed_shuffles(dapo):
     [
         "Answer: 5", "So:\n\n**Answer:** $5$.", "**Answer: 5**", "answer: x = 5", r"Answer: \boxed{5}.",
         r"It is \boxed{5}.", "Answer: 7\nNo.\nAnswer: 5\nThat is all.", "<think>Answer: 7</think>Answer: 5",
-        "### Answer:\n\n5", "**Answer:**\n\\[\n\\boxed{5}\n\\]", "Answer:\n$$\n5\n$$", r"Answer: \[ 5 \]",
+        "### Answer:\n\n5", "- _Answer_: 5", "So my Final Answer: 5",
+        "**Answer:**\n\\[\n\\boxed{5}\n\\]", "Answer:\n$$\n5\n$$", r"Answer: \[ 5 \]",
     ],
 )  # fmt: skip
 def test_a_right_answer_in_the_asked_form_counts(dapo, completion):

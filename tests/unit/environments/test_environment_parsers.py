@@ -66,6 +66,9 @@ def test_code_block_of_the_language_comes_before_an_unmarked_one():
     for label in ("Python", "py", "python3", 'python title="a.py"', "`python"):
         assert extract_code_block(f"```text\nno\n```\n```{label}\nx = 1\n```") == "x = 1"
     assert extract_code_block("```py\nx = 1\n```", "py") == "x = 1"
+    assert extract_code_block("~~~python\nx = '```'\n```\n~~~") == "x = '```'\n```"
+    assert extract_code_block("```python\nif x:\n    f(1)```\n```json\n{}\n```") == "if x:\n    f(1)"
+    assert extract_code_block("Write ```print(1)``` first.\n```print(1)```\n```\nx = 1\n```") == "x = 1"
 
 
 def test_exact_match_ignores_white_space_only():

@@ -24,9 +24,9 @@ OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of i
 """Follows the shipped problems, which lack the instruction of the hub's prompts."""
 
 _ANSWER_LINE = re.compile(
-    r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(?:[\s*_]|(?:\\\[|\$\$)[ \t]*\n){0,20}(.*)$", re.IGNORECASE | re.MULTILINE
+    r"(?<![A-Za-z])answer[ \t*_]{0,8}:(?:[\s*_]|(?:\\\[|\$\$)[ \t]*\n){0,20}(.*)$", re.IGNORECASE | re.MULTILINE
 )
-"""The answer may also follow in the next line, where models put a formula."""
+"""Text may precede it, as in the reward of the paper. The answer may follow in the next line, as formulas do."""
 
 
 class DapoMathEnvironment(MathEnvironment):

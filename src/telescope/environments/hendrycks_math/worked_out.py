@@ -88,8 +88,8 @@ def _kinds(text: str) -> set[str]:
 
 
 def _is_number(text: str) -> bool:
-    """Returns whether the text is a number, possibly with a unit, or `x =` before it."""
-    text = _TEXT.sub("", text).rpartition("=")[2]
+    """Returns whether the text is a number, possibly with a unit, `x =` before it, or its rounded value behind it."""
+    text = _TEXT.sub("", text).partition(r"\approx")[0].rpartition("=")[2]
     text = _SIGNS.sub("", text)
     text = _unwrapped(text.replace("\\{", "{").replace("\\}", "}"))
     text = re.sub(r"\\frac([0-9])([0-9])(?![0-9])", r"\\frac{\1}{\2}", text)
