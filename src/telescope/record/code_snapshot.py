@@ -2,7 +2,7 @@
 
     git.json             commit, branch, remote, whether there were changes, and the files that were left out
     changes.diff         uncommitted changes of tracked files
-    sources/<path>       files of the checkout in which the run was started, tracked or not ignored
+    sources/<path>       files of the checkout in which the run was started, tracked or not ignored; no runs
     environments/<n>/    files of the folders in `environments_path` outside of that checkout
     telescope/           the installed package, if it is outside of that checkout
 
@@ -71,7 +71,8 @@ class CodeSnapshot:
                 # Tracked files, and files that are neither tracked nor ignored.
                 listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
                 listed = set(_git(root, *listing, seconds=DIFF_SECONDS).split("\0")) - {""}
-                self._add_all(archive, "sources", root, sorted(listed))
+                runs = tuple(name.removesuffix("run.json") for name in listed if name.endswith("/run.json"))
+                self._add_all(archive, "sources", root, sorted(name for name in listed if not name.startswith(runs)))
                 _add(archive, "changes.diff", self._diff(root).encode("utf-8", "replace"))
             package = Path(telescope.__file__).parent
             if root is None or not package.is_relative_to(root):

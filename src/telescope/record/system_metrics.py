@@ -43,7 +43,6 @@ class MachineSampler:
     """
 
     def __init__(self, interval: float) -> None:
-        psutil.cpu_percent()  # the first call has no earlier reading to compare with
         self._samplers = [Sampler("machine", interval, read_host)]
         self._hardware = host_hardware()
         try:
@@ -77,7 +76,8 @@ def read_host() -> list[Reading]:
     memory = psutil.virtual_memory()
     network = psutil.net_io_counters()
     values = {
-        "cpu_utilization_percent": psutil.cpu_percent(),
+        # A thread's first call has no earlier one to compare with, and returns 0.
+        "cpu_utilization_percent": psutil.cpu_percent() or psutil.cpu_percent(0.1),
         "load_average_1m": os.getloadavg()[0],
         "memory_used_bytes": memory.total - memory.available,
         "memory_total_bytes": memory.total,

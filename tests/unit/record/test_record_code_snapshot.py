@@ -30,6 +30,9 @@ def checkout(tmp_path: Path) -> Path:
     (root / ".env").write_text("KEY=2\n")
     (root / "untracked.py").write_text("y = 2\n")
     (root / "ignored.py").write_text("z = 3\n")
+    (root / "outputs" / "run" / "tables").mkdir(parents=True)
+    for name in ("run.json", "tables/rows.arrow"):
+        (root / "outputs" / "run" / name).write_text("{}")
     return root
 
 
@@ -48,6 +51,7 @@ def test_the_snapshot_has_tracked_and_new_sources_and_the_changes(checkout: Path
     sources = {name.removeprefix("sources/") for name in found if name.startswith("sources/")}
     assert sources == {"pkg/a.py", ".gitignore", "notes.txt", "tracked.env", "untracked.py"}
     assert found["sources/notes.txt"] == "new\n"
+    assert not any("outputs" in each for each in found), "runs that git does not ignore would fill the snapshot"
     assert "-old\n+new" in found["changes.diff"]
     assert "KEY=" not in "".join(found.values()), "neither a secret nor its change"
     described = json.loads(found["git.json"])
