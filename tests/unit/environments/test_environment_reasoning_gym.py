@@ -36,6 +36,8 @@ def test_an_answer_gets_the_score_of_the_task():
         assert score(environment, "none", item) == 0.0
         unanswered = environment.compute_reward(sample.answer, sample)
         assert (unanswered.total_reward, unanswered.sample_metrics["answered"]) == (0.0, 0.0)
+        guessed = f"<think>Is it <answer>{sample.answer}</answer>?</think> I do not know."
+        assert environment.compute_reward(guessed, sample).total_reward == 0.0
     assert environment.name == "reasoning_gym:chain_sum"
     assert "<answer>" in environment.build_messages("?")[-1]["content"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from telescope.environments.arguments import refuse_unknown
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
-from telescope.environments.parsers import extract_answer_tags
+from telescope.environments.parsers import extract_answer_tags, strip_think_tags
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
@@ -73,7 +73,8 @@ class ReasoningGym(SingleTurnEnvironment):
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         """Returns the task's score of the answer."""
-        answer = extract_answer_tags(completion.replace(self.instruction_prompt or "", ""))  # it contains tags
+        text = strip_think_tags(completion).replace(self.instruction_prompt or "", "")  # it contains tags
+        answer = extract_answer_tags(text)
         score = 0.0
         if not self._scores_formula or _FORMULA.fullmatch(answer):
             with contextlib.suppress(Exception):  # some tasks raise for an answer that they cannot read
