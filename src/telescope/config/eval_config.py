@@ -97,8 +97,7 @@ def load_eval_request(
     `overrides` are flags of fields, `command` has values of `EvalCommand`. Raises `ConfigError` for an unknown field,
     and for one that only training has.
     """
-    values, lines = read_yaml_file(path) if path is not None else ({}, {})
-    sources = {name: f"{path}, line {line}" for name, line in lines.items()}
+    values, sources = read_yaml_file(path) if path is not None else ({}, {})
     flags = parse_overrides(overrides)
     values = {**values, **flags, **(command or {})}
     sources |= dict.fromkeys((*flags, *(command or {})), "command line")

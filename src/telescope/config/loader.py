@@ -80,9 +80,9 @@ def load_config(
             values[name] = [tag.strip() for tag in text.split(",") if tag.strip()] if name == "wandb_tags" else text
             sources[name] = f"environment variable {variable}"
     if path is not None:
-        from_file, lines = read_yaml_file(Path(path))
+        from_file, places = read_yaml_file(Path(path))
         values.update(from_file)
-        sources.update({name: f"{path}, line {lines[name]}" for name in from_file})
+        sources.update(places)
         defaults = TelescopeConfig.model_construct().model_dump(mode="json", warnings=False)
         for name, value in from_file.items():
             if defaults.get(name, ...) == value and isinstance(value, bool) == isinstance(defaults[name], bool):

@@ -66,8 +66,8 @@ for _tag, _pattern, _first in SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
-def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns a file's top-level mapping, empty for an empty file, and the line of each key. Raises `ConfigError`."""
+def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a file's top-level mapping, empty for an empty file, and where each key stands. Raises `ConfigError`."""
     if path.is_dir():
         raise ConfigError(f"--config {path} is a directory. Give the path of a YAML file")
     try:
@@ -81,9 +81,10 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         return {}, {}
     if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} must hold `field: value` lines, and holds a {type(data).__name__}")
-    return {str(key): value for key, value in data.items()}, {
-        str(key.value): key.start_mark.line + 1 for key, _ in node.value if isinstance(key, yaml.ScalarNode)
-    }
+    lines = {key.value: key.start_mark.line + 1 for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+    values = {str(key): value for key, value in data.items()}
+    # A merged key, and one that is no text, such as `on`, has no line of its own.
+    return values, {name: f"{path}, line {lines[name]}" if name in lines else str(path) for name in values}
 
 
 def parse_yaml_value(text: str, *, what: str) -> Any:

@@ -116,6 +116,8 @@ def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
         ("- 1\n", ["must hold `field: value` lines"]),
         ("model: " + "[" * 5000 + "]" * 5000, ["nested too deeply"]),
         ("seed: 1\n", ["at least one environment"]),
+        ("yes: 1\n", ["Unknown configuration field 'True' ("]),
+        ("<<: {sede: 1}\n", ["'sede'", "Did you mean 'seed'?"]),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
