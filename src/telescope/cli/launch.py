@@ -19,7 +19,7 @@ import jinja2
 
 from telescope.cli.main import CommandParser, number
 from telescope.config import load_config
-from telescope.config.plan import assumed_cluster
+from telescope.config.plan import assumed_cluster, gpus_needed, least_cores
 from telescope.errors import ConfigError, UserError
 from telescope.utils.packages import installed_version
 from telescope.utils.text import user_path
@@ -103,10 +103,10 @@ def render(arguments: argparse.Namespace) -> str:
     for name, of_kind, pattern, example in FORMS:
         if kind == of_kind and name in given and not re.fullmatch(pattern, given[name]):
             raise ConfigError(f"--{name} is {given[name]!r}; {kind} needs a form such as {example}")
-    run_dir = Path(folder).absolute()
+    run_dir = Path(folder).expanduser().absolute()
     if arguments.volume and run_dir.parent == Path("/"):
         raise ConfigError(f"--volume is mounted at the parent of run_dir, {str(run_dir)!r}. Add --run-dir /shared/NAME")
-    config_path = MOUNTED_CONFIG if kind == "kuberay" else str(arguments.config)
+    config_path = MOUNTED_CONFIG if kind == "kuberay" else str(arguments.config.absolute())
     if kind == "skypilot":  # copies the current folder
         config_path = os.path.relpath(arguments.config)
         if config_path.startswith(".."):
@@ -116,8 +116,11 @@ def render(arguments: argparse.Namespace) -> str:
     cluster = assumed_cluster(config)
     nodes = arguments.nodes or len(cluster.nodes)
     gpus = cluster.nodes[0].gpus if arguments.gpus_per_node is None else arguments.gpus_per_node
-    if nodes * gpus < cluster.gpus and config.device != "cpu":
-        raise ConfigError(f"{nodes} x {gpus} GPUs are fewer than the {cluster.gpus} of the run. Set --nodes higher")
+    if nodes * gpus < (needed := gpus_needed(config)) and config.device != "cpu":
+        raise ConfigError(f"{nodes} x {gpus} GPUs are fewer than the {needed} of the run. Set --nodes higher")
+    cpus, given_cpus = least_cores(config, nodes, gpus), arguments.cpus_per_node
+    if given_cpus is not None and given_cpus < cpus:
+        raise ConfigError(f"--cpus-per-node is {given_cpus}, and the run needs {cpus}. Raise it, or leave it out")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("recipes")),
         undefined=jinja2.StrictUndefined,
@@ -127,7 +130,7 @@ def render(arguments: argparse.Namespace) -> str:
     environment.filters["q"] = shlex.quote
     start = environment.get_template("start.sh.jinja").render(
         run_dir=str(run_dir),
-        checkpoints=config.checkpoint_dir or f"{run_dir}/checkpoints",
+        checkpoints=os.path.expanduser(config.checkpoint_dir or f"{run_dir}/checkpoints"),
         config=config_path,
     )
     spot_key, _, spot_value = (arguments.spot or "").partition("=")
@@ -138,7 +141,7 @@ def render(arguments: argparse.Namespace) -> str:
         "name": re.sub(r"[^a-z0-9]+", "-", config.wandb_run_name.lower()).strip("-")[:40] or "telescope",
         "nodes": nodes,
         "gpus": gpus,
-        "cpus": arguments.cpus_per_node or math.ceil(cluster.nodes[0].cpus / nodes) + DRIVER_CPUS,
+        "cpus": given_cpus or cpus + DRIVER_CPUS,
         "shared": str(run_dir.parent),
         "grace_seconds": math.ceil(config.checkpoint_on_exit_timeout_s),
         "config_text": arguments.config.read_text(encoding="utf-8"),

@@ -9,6 +9,8 @@ Invariants: a server is never split over nodes; the bundles on a node never exce
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -225,17 +227,28 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     packed = [sum(bundle.gpus for bundle in bundles) for bundles, strategy in groups if strategy == "STRICT_PACK"]
     size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus, *packed)
     for count in range(-(-gpus // size) if size else 1, len(everything) + 1):
-        cluster = _equal_nodes(count, NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes))
+        cluster = equal_nodes(count, NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes))
         try:
             plan_placement(config, cluster)
         except PlacementError:
             continue
         return cluster
     largest = NodeResources("assumed node", cpus, len(everything) * size, gpu_memory_bytes=gpu_memory_bytes)
-    return _equal_nodes(len(everything), largest)
+    return equal_nodes(len(everything), largest)
 
 
-def _equal_nodes(count: int, node: NodeResources) -> ClusterResources:
+def least_cores(config: TelescopeConfig, num_nodes: int, gpus: int) -> int:
+    """Returns the cores that each of some equal nodes needs. Raises `PlacementError` if no number of cores suffices."""
+    total = math.ceil(sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles))
+    for cpus in range(-(-total // num_nodes), total):
+        with contextlib.suppress(PlacementError):
+            plan_placement(config, equal_nodes(num_nodes, NodeResources("node", cpus, gpus)))
+            return cpus
+    plan_placement(config, equal_nodes(num_nodes, NodeResources("node", total, gpus)))
+    return total
+
+
+def equal_nodes(count: int, node: NodeResources) -> ClusterResources:
     return ClusterResources(tuple(replace(node, name=f"{node.name} {i + 1}") for i in range(count)))
 
 

@@ -126,6 +126,9 @@ def test_what_a_job_could_not_run_with_is_refused(render):
     for argv, words in (
         (["kuberay"], "--image"),
         (["slurm", "--nodes", "1"], "1 x 8 GPUs are fewer than the 16"),
+        (["slurm", "--nodes", "3", "--gpus-per-node", "5"], "3 x 5 GPUs are fewer than the 16"),
+        (["slurm", "--inference_tensor_parallel_size=4", "--nodes=9", "--gpus-per-node=2"], "the largest node has 2"),
+        (["slurm", "--cpus-per-node", "31"], "--cpus-per-node is 31, and the run needs 32"),
         (["slurm", "--learning_rat", "1"], "learning_rate"),
         (["slurm", "--image", "me/telescope:1"], "a job of slurm has no --image, which is for kuberay and skypilot"),
         (["kuberay", *KUBERAY, "--cpu-nodes", "2"], "a job of kuberay has no --cpu-nodes"),
@@ -148,6 +151,31 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         launch.render(parse(["kuberay", *wordle, "/shared", "--checkpoint_every", "50", *KUBERAY]))
     with pytest.raises(ConfigError, match="checkpoint_every is 0"):
         launch.render(parse(["slurm", *wordle, "r"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--inference_tensor_parallel_size=4"], "--nodes=3 --ntasks-per-node=1 --cpus-per-task=28 --gpus-per-node=8"),
+        # A server of four GPUs has four times as many cores as a mean GPU of the run.
+        (
+            ["--inference_tensor_parallel_size=4", "--ray_inference_cpus_per_worker=12", "--trainer_num_workers=12"],
+            "--nodes=2 --ntasks-per-node=1 --cpus-per-task=68 --gpus-per-node=8",
+        ),
+        (["--nodes=4", "--gpus-per-node=4"], "--nodes=4 --ntasks-per-node=1 --cpus-per-task=20 --gpus-per-node=4"),
+    ],
+)
+def test_a_job_asks_for_nodes_on_which_the_run_fits(render, flags, expected):
+    assert f"\n#SBATCH {expected}\n" in render("slurm", *flags)
+
+
+def test_a_tilde_in_the_configuration_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text("environments: [{name: countdown}]\ncheckpoint_every: 5\nrun_dir: ~/r\ncheckpoint_dir: ~/c\n")
+    script = launch.render(launch.build_parser().parse_args(["slurm", "--config", str(file)]))
+    assert f"run_dir={tmp_path}/r\n" in script
+    assert f'compgen -G {tmp_path}/c"/step_*' in script
 
 
 def test_submit_hands_the_job_to_the_scheduler(render, tmp_path, monkeypatch, capfd):
