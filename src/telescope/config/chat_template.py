@@ -91,9 +91,10 @@ def _raise_exception(message: str) -> None:
 def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
     """Returns why a valid template renders no prompt with these variables, as a predicate. None if it does."""
     request = json.dumps({"template": template, "variables": variables})
+    # -P, because the modules beside this file must not hide others. Not -I: jinja2 may be on PYTHONPATH.
     try:
         done = subprocess.run(
-            [sys.executable, "-I", __file__], input=request, capture_output=True, text=True,
+            [sys.executable, "-P", __file__], input=request, capture_output=True, text=True,
             timeout=RENDER_TIMEOUT_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

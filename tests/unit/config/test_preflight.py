@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 import socket
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +228,15 @@ def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
 )
 def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
     check_rendering(config(chat_template=template))
+
+
+def test_a_template_is_rendered_with_packages_that_only_pythonpath_has(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    monkeypatch.setattr("sys.executable", str(python))
+    check_rendering(config(chat_template="{{ messages | tojson }}"))
 
 
 def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
