@@ -166,13 +166,14 @@ def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
             return files
     if not ask_hub:
         raise HubUnreachableError("the hub's cache does not hold it")
+    no_access = ConfigError(
+        f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the model's "
+        "page and log in with `hf auth login`, or choose another model"
+    )
     try:
         info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
     except errors.GatedRepoError:
-        raise ConfigError(
-            f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
-            "model's page and log in with `hf auth login`, or choose another model"
-        ) from None
+        raise no_access from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
@@ -187,6 +188,8 @@ def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
     def read(name: str) -> str:
         try:
             path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
+        except errors.GatedRepoError:  # anyone may list the files of such a repository
+            raise no_access from None
         except (errors.HfHubHTTPError, OSError) as error:
             raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
         return Path(path).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -322,6 +323,18 @@ def test_a_hub_identifier_that_cannot_be_looked_up_is_reported_and_keeps_its_kno
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     report = inspect_model(config("Qwen/Qwen2.5-3B"), ask_hub=False)
     assert report.shape == known_shape("Qwen/Qwen2.5-3B") and "could not be checked" in report.unchecked
+
+
+def test_a_gated_model_whose_list_of_files_is_public_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch):
+    from huggingface_hub import errors
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    siblings = [SimpleNamespace(rfilename=name) for name in ("config.json", "tokenizer.json", "model.safetensors")]
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    refusal = errors.GatedRepoError("403", response=Mock())
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(side_effect=refusal))
+    with pytest.raises(ConfigError, match=r"granted access.*hf auth login"):
+        inspect_model(config("meta-llama/Llama-3.1-8B"))
 
 
 NO_NAME = "which is neither a folder here nor a hub identifier"
