@@ -31,13 +31,14 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 def local_resources() -> ClusterResources:
     """This machine as a cluster of one node."""
-    gpus = visible_gpu_memory()
+    gpus, memory = visible_gpus("memory.total"), visible_gpu_memory()
     node = NodeResources(
         name=platform.node() or "localhost",
         cpus=float(num_cores()),
         gpus=len(gpus),
         memory_bytes=memory_bytes(),
-        gpu_memory_bytes=min(gpus, default=None),
+        # None also for GPUs with the memory of the machine, such as GB10, of which nvidia-smi says "[N/A]".
+        gpu_memory_bytes=min(memory, default=None),
     )
     return ClusterResources((node,))
 
@@ -61,7 +62,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def visible_gpu_memory() -> list[int]:
-    """Returns the memory in bytes of each visible NVIDIA GPU. Empty without GPUs or a driver."""
+    """Returns the memory in bytes of each visible NVIDIA GPU that has its own. Empty without GPUs or a driver."""
     return [int(memory) * MIB for (memory,) in visible_gpus("memory.total") if memory.isdigit()]
 
 

@@ -40,6 +40,17 @@ def test_an_address_that_is_set_is_not_checked(note: Path, monkeypatch: pytest.M
     assert ray_cluster_is_configured("auto")
 
 
+@pytest.mark.parametrize(("memory", "known"), [("81559", 81559 << 20), ("[N/A]", None)])
+def test_a_gpu_counts_also_if_its_memory_is_that_of_the_machine(monkeypatch, tmp_path, memory, known):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '0, GPU-1, {memory}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [node] = machine.local_resources().nodes
+    assert (node.gpus, node.gpu_memory_bytes) == (1, known)
+
+
 def test_the_instruction_sets_of_this_cpu_are_read() -> None:
     assert {"fpu", "sse2"} <= cpu_flags()
 
