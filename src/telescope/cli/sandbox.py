@@ -10,7 +10,7 @@ from telescope.cli.main import CommandParser
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
-from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, get_provider
+from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, SandboxHandle, get_provider
 from telescope.sandbox.base import PROVIDERS, provider_class
 from telescope.sandbox.ledger import reap
 from telescope.utils.text import plain
@@ -85,10 +85,11 @@ def run_shell(arguments: argparse.Namespace) -> int:
 
 async def _shell(arguments: argparse.Namespace) -> int:
     provider = get_provider(arguments.provider)
-    handle = await provider.create(SandboxConfig(image=arguments.image, memory_mb=arguments.memory_mb))
+    handle: SandboxHandle | None = None
     folder: str | None = None
     code = 0
     try:
+        handle = await provider.create(SandboxConfig(image=arguments.image, memory_mb=arguments.memory_mb))
         print(f"sandbox {handle.id}; exit ends it, and Ctrl-D", file=sys.stderr)
         mark = uuid.uuid4().hex
         while line := await _read_line(f"{folder or '~'} $ "):
@@ -111,7 +112,8 @@ async def _shell(arguments: argparse.Namespace) -> int:
     except SandboxError as error:
         raise UserError(str(error)) from error
     finally:
-        await provider.destroy(handle)
+        if handle is not None:
+            await provider.destroy(handle)
         await provider.close()
     return code
 

@@ -12,7 +12,7 @@ from telescope.cli.main import main
 from telescope.config import TelescopeConfig
 from telescope.errors import UserError
 from telescope.orchestrator import run_components
-from telescope.sandbox import SandboxHandle
+from telescope.sandbox import SandboxHandle, SandboxImagePullError
 from telescope.sandbox.ledger import SandboxLedger
 
 SERVICE = f"{Service.__module__}.{Service.__qualname__}"
@@ -35,6 +35,20 @@ def add_of_another_node(ledger: SandboxLedger) -> None:
     """A sandbox with the label of the run, which is in no file here."""
     Service.alive.add("of another node")
     Service.labels["of another node"] = ledger.run
+
+
+def test_a_shell_in_a_sandbox_that_cannot_be_created_ends_with_the_reason(monkeypatch, capsys):
+    service, closed = Service(), []
+    service.failures = [SandboxImagePullError("there is no image me/typo")]
+
+    async def close() -> None:
+        closed.append(service)
+
+    monkeypatch.setattr(service, "close", close)
+    monkeypatch.setattr("telescope.cli.sandbox.get_provider", lambda name: service)
+    assert main(["sandbox", "shell", "docker", "--image", "me/typo"]) == 2
+    assert capsys.readouterr().err == "telescope: there is no image me/typo\n"
+    assert closed == [service]
 
 
 def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedger, capsys: pytest.CaptureFixture[str]):
