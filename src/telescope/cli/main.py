@@ -232,12 +232,15 @@ def number(kind: type[int] | type[float], least: float) -> Callable[[str], float
 
 
 def file_to_write(text: str) -> Path:
-    """Returns the path of a file in an existing folder."""
+    """Returns the path of a file that can be written. Its folder exists."""
     from telescope.utils.text import user_path
 
     path = user_path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is not a folder; create it or name another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        problem = "is a folder" if path.is_dir() else "may not be written"
+        raise argparse.ArgumentTypeError(f"{path} {problem}; name another file")
     return path
 
 

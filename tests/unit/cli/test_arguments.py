@@ -69,3 +69,12 @@ def test_every_command_has_help(command, capsys):
 def test_a_usage_error_names_the_fix(argv, words, capsys):
     assert main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "locked/f.json", "locked/new.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked" / "f.json").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))
+    assert main(["eval", "runs/a", "--json", str(tmp_path / name)]) == 2
+    assert ("is a folder" if not name else "may not be written") in capsys.readouterr().err
