@@ -53,6 +53,8 @@ COMMANDS = {
 """What each command does. The order begins with what a user needs first."""
 DASHBOARD_FLAGS = ("--port", "--host", "--no-browser")
 """Flags of `telescope ui` that the command takes without it: `telescope --port 8006`."""
+SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "0", "1")
+"""What may follow the flag of a boolean field as its value."""
 PIPE_WIDTH = 140
 LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
@@ -180,8 +182,8 @@ class _StoreOnce(argparse.Action):
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of a command. Raises `ConfigError` with the fix.
 
-    Accepts `--some_flag` for `--some-flag`. With `takes_fields`, all other arguments are left in `fields`, in their
-    order; without, they are refused.
+    Accepts `--some_flag` for `--some-flag`. With `takes_fields`, all other arguments are left in `fields`: first those
+    that are no flags, then the flags of fields with their values. Without, they are refused.
     """
 
     def __init__(self, *, takes_fields: bool = False, **settings: Any) -> None:
@@ -198,9 +200,10 @@ class CommandParser(argparse.ArgumentParser):
             flag, equals, value = argument.partition("=")
             dashed = flag.replace("_", "-")
             spelled.append(f"{dashed}{equals}{value}" if dashed in own else argument)
+        fields = _take_fields(spelled, own) if self.takes_fields else []
         parsed, rest = super().parse_known_args(spelled, namespace)
         if self.takes_fields:
-            parsed.fields = rest
+            parsed.fields = [*rest, *fields]
         elif rest:
             from telescope.utils.text import nearest_name
 
@@ -216,6 +219,27 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}. `{self.prog} --help` explains it")
+
+
+def _take_fields(arguments: list[str], own: Sequence[str]) -> list[str]:
+    """Removes flags of fields with their values, which argparse would take for other arguments, and returns them."""
+    from telescope.config.base import member_types
+    from telescope.config.schema import TelescopeConfig
+
+    fields: list[str] = []
+    left, arguments[:] = arguments[::-1], []
+    while left:
+        argument = left.pop()
+        if not argument.startswith("--") or argument.partition("=")[0] in own:
+            arguments.append(argument)
+            continue
+        fields.append(argument)
+        field = TelescopeConfig.model_fields.get(argument[2:].replace("-", "_"))
+        is_switch = field is not None and member_types(field.annotation) == (bool,)
+        is_value = left and not left[-1].startswith("--") and left[-1] not in own
+        if "=" not in argument and is_value and not (is_switch and left[-1].lower() not in SWITCH_VALUES):
+            fields.append(left.pop())
+    return fields
 
 
 def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:

@@ -22,6 +22,22 @@ def test_own_arguments_are_taken_in_every_spelling_and_the_rest_stays_in_order(p
     assert vars(parser.parse_args(argv)) == own | {"fields": fields}
 
 
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["--seed", "1", "runs/a"], ["--seed", "1"]),
+        (["--debug", "runs/a"], ["--debug"]),
+        (["--debug", "False", "runs/a"], ["--debug", "False"]),
+        (["--checkpoint_every", "5", "--debug", "-c", "f.yaml", "runs/a"], ["--checkpoint_every", "5", "--debug"]),
+    ],
+)
+def test_an_argument_after_the_flag_of_a_field_is_not_its_value(parser, argv, fields):
+    assert parser.parse_args(argv).fields == ["runs/a", *fields]
+    parser.add_argument("model")
+    own = parser.parse_args(argv)
+    assert (own.model, own.fields) == ("runs/a", fields)
+
+
 def test_a_word_after_one_dash_is_not_a_short_option_with_its_value(parser):
     own = parser.parse_args(["-config", "x.yaml", "--stop", "-c5"])
     assert (own.config, own.fields) == (None, ["-config", "x.yaml", "--stop", "-c5"])
