@@ -12,7 +12,6 @@ and takes `DASHBOARD_FLAGS`; its other arguments are `--help` and `--version`.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import math
 import os
@@ -56,7 +55,6 @@ DASHBOARD_FLAGS = ("--port", "--host", "--no-browser")
 SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "0", "1")
 """What may follow the flag of a boolean field as its value."""
 PIPE_WIDTH = 140
-LONGEST_ERROR = 200  # characters of an error that quotes a path
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -95,11 +93,6 @@ def _run(arguments: list[str]) -> int:
             "checkout installs all that Telescope needs; `telescope doctor` lists what is missing",
             file=sys.stderr,
         )
-        return EXIT_BAD_INPUT
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # for an argument that may be the path or name of a run
-            raise
-        print(f"telescope: {str(error)[:LONGEST_ERROR]}. Give the path of a file that exists", file=sys.stderr)
         return EXIT_BAD_INPUT
     except SystemExit as exit_request:  # raised by argparse after it has printed its message
         if isinstance(exit_request.__context__, BrokenPipeError):  # raised by rich

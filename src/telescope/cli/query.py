@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, LONGEST_ERROR, CommandParser
+from telescope.cli.main import EXIT_FAILED, CommandParser
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, is_run
-from telescope.utils.text import did_you_mean, plain, pluralize
+from telescope.utils.text import did_you_mean, plain, pluralize, user_path
 
 MAX_TERMINAL_ROWS = 500  # laid out in a second or two
 LATEST = "latest"  # value of `--run` for the run that started last
@@ -64,18 +64,18 @@ def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
     A name is a folder, a name below `root`, or `latest`. Prints to stderr which run is `latest`. Raises `UserError` for
     an unknown or ambiguous name.
     """
-    if wanted and all(is_run(Path(name)) for name in wanted):
-        return [Run(name) for name in dict.fromkeys(wanted)]
+    if wanted and all(is_run(user_path(name)) for name in wanted):
+        return [Run(user_path(name)) for name in dict.fromkeys(wanted)]
     runs, where = runs_in(root), ", ".join(map(str, folders_of_runs(root)))
     if not runs:
-        named = f"{_why_no_run(wanted[0][:LONGEST_ERROR])} " if wanted else ""
+        named = f"{_why_no_run(wanted[0])} " if wanted else ""
         raise UserError(f"{named}No runs in {where!r}. Set --root to the folder of the runs, or name that of one run.")
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
 
 def _choose(name: str, runs: list[Run]) -> Run:
-    if is_run(Path(name)):
-        return Run(name)
+    if is_run(user_path(name)):
+        return Run(user_path(name))
     if name == LATEST:
         newest = max(runs, key=lambda run: run.info.started_at if run.info else 0.0)
         print(plain(f"telescope: the latest run is {newest.files.run_dir}"), file=sys.stderr)
@@ -89,11 +89,11 @@ def _choose(name: str, runs: list[Run]) -> Run:
         raise UserError(f"{len(matching)} runs have the name {name!r}. Use one of the folders: {labels}.")
     known = sorted({LATEST} | {run.label for run in runs} | {run.info.name for run in runs if run.info})
     hint = did_you_mean(Path(name).name, known)
-    raise UserError(f"{_why_no_run(name[:LONGEST_ERROR])}{hint} `telescope runs` lists the runs.")
+    raise UserError(f"{_why_no_run(name)}{hint} `telescope runs` lists the runs.")
 
 
 def _why_no_run(name: str) -> str:
-    if Path(name).exists():
+    if user_path(name).exists():
         return f"{name!r} is not a run: it has neither run.json nor tables/."
     return f"The folder {name!r} does not exist." if "/" in name else f"There is no run {name!r}."
 

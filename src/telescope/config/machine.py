@@ -212,7 +212,7 @@ def _choose(base: int) -> bool:
 
 
 def existing_parent(path: Path) -> Path:
-    """Returns the path itself, or the nearest folder above it that exists."""
-    while not path.exists() and path != path.parent:
+    """Returns the path itself, or the nearest folder above it that exists as far as this user may see."""
+    while not os.path.exists(path) and path != path.parent:  # Path.exists raises PermissionError
         path = path.parent
     return path

@@ -121,11 +121,7 @@ def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
 def _local_files(config: TelescopeConfig) -> ModelFiles:
     model = config.model
     folder = user_path(model)
-    try:
-        is_folder = folder.is_dir()
-    except OSError as error:
-        raise ConfigError(f"model is {model!r}, which cannot be read ({error.strerror}). Change its mode") from error
-    if not is_folder:
+    if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"
@@ -138,7 +134,10 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
         else:
             fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
         raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
-    return _files_in(folder, str(folder))
+    try:
+        return _files_in(folder, str(folder))
+    except OSError as error:
+        raise ConfigError(f"model is {model!r}, which cannot be read ({error.strerror}). Change its mode") from error
 
 
 def _files_in(folder: Path, where: str) -> ModelFiles:

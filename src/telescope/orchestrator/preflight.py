@@ -363,7 +363,7 @@ def check_run_dir(config: TelescopeConfig) -> str:
     """Checks that run and checkpoint directories are writable and unused."""
     run_dir = choose_run_dir(config)
     # Without run_dir, RunDirectory.create chooses a free name if another run started in the same second.
-    if config.run_dir and (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
+    if config.run_dir and os.path.exists(run_dir / "run.json") and not config.resume_from_checkpoint:
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with --resume {run_dir} (or "
             "resume_from_checkpoint: true), choose another directory (or leave run_dir null for a new one each time), "

@@ -45,10 +45,20 @@ def path_problem(text: str) -> str | None:
 
 
 def user_path(path: str | Path) -> Path:
-    """Returns the path that a user typed; `~` is the home directory. Raises `UserError` if it cannot be a path."""
+    """Returns the path that a user typed; `~` is the home directory.
+
+    Raises `UserError` if it cannot be a path, or is in a folder that this user may not enter.
+    """
     if problem := path_problem(str(path)):
         raise UserError(f"{str(path)[:80]!r} is not a path: {problem}")
-    return Path(path).expanduser()
+    found = Path(path).expanduser()
+    try:
+        found.stat()
+    except PermissionError as error:
+        raise UserError(f"{str(found)!r} cannot be read: {error.strerror}. Ask its owner, or name another") from None
+    except OSError:
+        pass  # it need not exist
+    return found
 
 
 def home_folder(variable: str, usual: str) -> Path:

@@ -1,6 +1,7 @@
 """Exit codes and help of the `telescope` command, and its configuration commands."""
 
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
@@ -278,10 +279,19 @@ def test_the_command_alone_opens_the_dashboard_also_where_no_runs_are(tmp_path, 
         *(["ui", "{}"], ["runs", "--root", "{}"], ["convert", "{}"], ["envs", "list", "--path", "{}"]),
         *(["train", "--config", "{}"], ["train", "--resume", "{}"], ["eval", "{}"], ["tiny-model", "--output", "{}"]),
         *(["verify", "--config", "{}"], ["config", "show", "{}"], ["query", "select 1", "--root", "{}"]),
+        *(["query", "select 1", "--run", "{}"], ["tui", "{}"], ["compact", "{}"], ["sandbox", "reap", "{}"]),
+        ["launch", "slurm", "--config", "{}"],
     ],
 )
-@pytest.mark.parametrize("path", ["~no-such-user/x", "x" * 300, "x/" * 3000])
-def test_a_path_that_cannot_exist_is_refused_in_one_line_by_every_command(capsys, arguments, path):
+@pytest.mark.parametrize("path", ["~no-such-user/x", "x" * 300, "x/" * 3000, "/locked/x"])
+def test_a_path_that_cannot_exist_or_be_read_is_refused_in_one_line(capsys, monkeypatch, arguments, path):
+    def stat(path: Path, **_: bool) -> os.stat_result:
+        if path.is_relative_to("/locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path)
+
+    monkeypatch.setattr(Path, "stat", stat)
     code, out, err = run(capsys, *(argument.format(path) for argument in arguments))
     assert (code, out) == (2, "")
-    assert "is not a path: " in err and err.count("\n") == 1 and len(err) < 300
+    expected = "'/locked/x' cannot be read: Permission denied" if path == "/locked/x" else "is not a path: "
+    assert expected in err and err.count("\n") == 1 and len(err) < 300

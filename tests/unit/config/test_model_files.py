@@ -353,9 +353,9 @@ def test_what_is_no_model_is_refused_briefly(tmp_path, monkeypatch, model, words
     assert words in message and len(message) < 400
 
 
-def test_a_model_in_a_folder_that_may_not_be_read_is_refused(monkeypatch):
-    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert "which cannot be read (Permission denied)" in error_of("/models/secret")
+def test_a_model_in_a_folder_that_may_not_be_read_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert "which cannot be read (Permission denied)" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize(
