@@ -16,6 +16,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
 
+TIED_FAMILIES = ("gemma", "cohere", "smollm3")
+"""Beginnings of the types whose output layer is the embedding where `config.json` does not say."""
 USUAL_EXPERTS_PER_TOKEN = 8  # of Qwen3-MoE, where its `config.json` does not say
 
 
@@ -140,7 +142,7 @@ class ModelShape:
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
                 head_dim=int(config.get("head_dim") or hidden // heads),
                 vocab_size=int(config["vocab_size"]),
-                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+                tied_embeddings=bool(config.get("tie_word_embeddings", model_type.startswith(TIED_FAMILIES))),
                 qkv_bias=bool(config.get("attention_bias", model_type.startswith("qwen2"))),
                 qk_norm=model_type.startswith("qwen3"),
                 num_experts=experts,

@@ -50,6 +50,15 @@ def test_config_files_give_the_published_number_of_parameters():
     assert ModelShape.from_config(QWEN3_30B_A3B).num_parameters == 30_532_122_624
 
 
+def test_the_output_layer_of_a_gemma_is_its_embedding():
+    """Its released `config.json` does not say so."""
+    gemma_3_1b = {
+        "model_type": "gemma3_text", "head_dim": 256, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "vocab_size": 262144,
+    }  # fmt: skip
+    assert ModelShape.from_config(gemma_3_1b).embedding_parameters == 262144 * 1152
+
+
 def test_a_dense_layer_among_experts_is_counted_by_its_mlp_width():
     experts = ModelShape.from_config(QWEN3_30B_A3B)
     half = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})

@@ -358,6 +358,11 @@ def test_a_model_in_a_folder_that_may_not_be_read_is_refused(monkeypatch, tmp_pa
     assert "which cannot be read (Permission denied)" in error_of(tmp_path)
 
 
+def test_a_context_of_40960_is_taken_for_qwen3_also_without_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert inspect_model(config("Qwen/Qwen3-8B", max_model_len=40960), ask_hub=False).shape
+
+
 @pytest.mark.parametrize(
     "values",
     [
