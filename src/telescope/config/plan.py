@@ -176,7 +176,13 @@ def fitting_values(config: TelescopeConfig, machine: ClusterResources, *, with_t
     """Returns other values for defaults, with which the workers fit one machine. Empty if they fit, or none helps."""
     device = resolve_device(config, machine)
     values = _fitting_workers(config, machine.gpus) if device == "cuda" and with_trainer else {}
-    config = config.adjusted(**values)
+    try:
+        fitted = config.adjusted(**values)
+    except ConfigError:
+        fitted = config
+    if any(getattr(fitted, name) != value for name, value in values.items()):  # rules of other fields exclude them
+        values, fitted = {}, config
+    config = fitted
     workers = {"ray_inference_cpus_per_worker": config.inference_num_workers}
     if with_trainer:
         workers["ray_trainer_cpus_per_worker"] = config.trainer_num_workers

@@ -13,6 +13,7 @@ from telescope.config.plan import (
     Placement,
     PlacementError,
     assumed_cluster,
+    fitting_values,
     gpus_needed,
     plan_placement,
 )
@@ -249,3 +250,19 @@ def test_what_must_be_on_one_node_is_placed_first(together):
     placement = plan_placement(config(**strategies), cluster((64, 4), (64, 4)))
     assert placement.order == (together, apart)
     assert len(set(nodes_of(placement, together))) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values"),
+    [
+        (1, {"inference_tensor_parallel_size": 2}),
+        (2, {"train_backend": "megatron", "megatron_expert_parallel_size": 2}),
+        (4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
+        (2, {"fsdp_context_parallel_size": 2}),
+    ],
+)
+def test_defaults_stay_where_fewer_workers_contradict_another_field(gpus, values):
+    """The error is then that of the placement, which names fields with their values."""
+    machine = cluster((64, gpus))
+    assert fitting_values(config(**values), machine) == {}
+    assert f"GPUs, but the cluster has {gpus} (1 node" in plan_or_refusal(config(**values), machine)[1]
