@@ -71,7 +71,7 @@ class TinyModelSettings(ModelRecipe):
     """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
 
     task: str = _setting("countdown", "task of the warm start: countdown, calculator_agent or mixed (both)")
-    seed: int = _setting(0, "seed of all random choices of the build")
+    seed: int = _setting(0, "seed of all random choices of the build", 0, 2**63 - 1)
     tied: bool = _setting(False, "input and output embeddings are one tensor")
     """Weight updates differ between tied and separate embeddings, so both kinds are supported."""
 

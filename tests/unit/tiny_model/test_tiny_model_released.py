@@ -66,6 +66,12 @@ def test_options_that_a_released_model_does_not_have_are_refused(downloads, tmp_
     assert downloads == [] and list(tmp_path.iterdir()) == []
 
 
+def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(released, "is_installed", lambda name: name != "pip")
+    with pytest.raises(UserError, match=r"has no pip, .*\. Install it: `uv pip install pip`"):
+        ensure_model(MODEL, tmp_path)
+
+
 def test_a_registry_that_cannot_be_reached_is_one_clear_error(tmp_path, monkeypatch):
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
