@@ -30,7 +30,6 @@ EXPECTATIONS = {
     "string_type": "it must be text; put it in quotes",
     "list_type": "it must be a list, such as [a, b]",
     "dict_type": "it must be a mapping, such as {key: value}",
-    "model_type": "it must be a mapping with a `name`, such as {name: countdown}",
     "string_too_short": "it must not be empty",
     "string_pattern_mismatch": "it must not be blank",
     "int_parsing_size": "it must be a whole number of at most a few digits",
@@ -113,6 +112,8 @@ def _describe(
     if detail["type"] == "missing":
         return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"
     value = _value_at(values, location)
+    if detail["type"] == "model_type":
+        return f"{name} is {show(value)}{where}, but it must be a mapping, such as {ENTRY_EXAMPLES[top]}"
     if detail["type"] == "value_error" and isinstance(value, dict) and len(location) == 2:
         return f"{name} ({value.get('name', 'without a name')}){where}: {_expectation(detail, value)}"
     return f"{name} is {show(value)}{where}, but {_expectation(detail, value)}"

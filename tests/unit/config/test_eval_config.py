@@ -72,6 +72,7 @@ def test_flags_win_over_the_file(tmp_path):
         ("checkpoint_dirs: a", "checkpoint_dir"),
         ("evals: [{name: math500, num_samples: 0}]", "0 samples evaluate nothing"),
         ("checkpoints: [{step: 5}]", "path"),
+        ("checkpoints: [models/a]", "checkpoints.0. is .models/a. .*a mapping, such as {path: runs/first/"),
         ("max_concurrent_samples_per_server: 0", "max_concurrent_samples_per_server"),
     ],
 )

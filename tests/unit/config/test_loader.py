@@ -166,7 +166,8 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
         ("ray_address", "ray://10.0.0.1:10001", 'Start the run on a node of the cluster, with "auto" or'),
         ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
         ("megatron_exp_avg_dtype", "int8", "one of"), ("learning_rate", ".nan", "finite"),
-        ("environments", "countdown", "must be a list"), ("environments", "[countdown]", "mapping with a `name`"),
+        ("environments", "countdown", "must be a list"),
+        ("environments", "[countdown]", "a mapping, such as {name: countdown}"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
