@@ -58,16 +58,10 @@ def unknown_field(name: str, known: Iterable[str], source: str | None, value: An
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """A sentence per wrong field, each on its own line."""
-    # A union reports every failed alternative: the first record of a field is enough, with the allowed words added.
-    first: dict[tuple[int | str, ...], ErrorDetails] = {}
-    words: dict[tuple[int | str, ...], str] = {}
+    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        location = _written_location(detail["loc"])
-        if first.setdefault(location, detail) is not detail and detail["type"] == "literal_error":
-            words[location] = ", or " + str(detail["ctx"]["expected"]).replace("'", '"')
-    return "\n".join(
-        _describe(location, detail, values, sources) + words.get(location, "") for location, detail in first.items()
-    )
+        found.setdefault(_written_location(detail["loc"]), []).append(detail)
+    return "\n".join(_describe(location, details, values, sources) for location, details in found.items())
 
 
 def describe_argument(error: ValidationError, name: str, value: Any) -> str:
@@ -83,8 +77,14 @@ def describe_argument(error: ValidationError, name: str, value: Any) -> str:
         found.setdefault(place, []).append(detail)
     place = max(found, key=len)
     part = _value_at(value, place)
-    needed = dict.fromkeys(_expectation(detail, part) for detail in found[place])
-    return f"{_dotted((name, *place))} is {show(part)}, but {', or '.join(needed)}"
+    return f"{_dotted((name, *place))} is {show(part)}, but {_alternatives(found[place], part)}"
+
+
+def _alternatives(details: list[ErrorDetails], value: Any) -> str:
+    """Returns what a value must be. A union reports each of its alternatives."""
+    ordered = sorted(details, key=lambda detail: detail["type"] == "literal_error")  # last, as a suggestion may follow
+    first, *others = dict.fromkeys(_expectation(detail, value) for detail in ordered)
+    return first + "".join(f", or {other.removeprefix('it must be ')}" for other in others)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -100,8 +100,9 @@ def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _describe(
-    location: tuple[int | str, ...], detail: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
+    location: tuple[int | str, ...], details: list[ErrorDetails], values: Mapping[str, Any], sources: Mapping[str, str]
 ) -> str:
+    detail = details[0]
     top = str(location[0]) if location else ""
     name = _dotted(location)
     where = f" ({sources[top]})" if top in sources else ""
@@ -112,11 +113,14 @@ def _describe(
     if detail["type"] == "missing":
         return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"
     value = _value_at(values, location)
-    if detail["type"] == "model_type":
-        return f"{name} is {show(value)}{where}, but it must be a mapping, such as {ENTRY_EXAMPLES[top]}"
+    if detail["type"] == "model_type" or (detail["type"] == "list_type" and name in ENTRY_EXAMPLES):
+        kind, form = ("list", "[{}]") if detail["type"] == "list_type" else ("mapping", "{}")
+        return f"{name} is {show(value)}{where}, but it must be a {kind}, such as {form.format(ENTRY_EXAMPLES[top])}"
+    if detail["loc"][-1] == "[key]":
+        return f"{name} has the key {detail['input']!r}{where}, which must be text; put it in quotes"
     if detail["type"] == "value_error" and isinstance(value, dict) and len(location) == 2:
         return f"{name} ({value.get('name', 'without a name')}){where}: {_expectation(detail, value)}"
-    return f"{name} is {show(value)}{where}, but {_expectation(detail, value)}"
+    return f"{name} is {show(value)}{where}, but {_alternatives(details, value)}"
 
 
 def _expectation(detail: ErrorDetails, value: Any) -> str:
@@ -128,7 +132,7 @@ def _expectation(detail: ErrorDetails, value: Any) -> str:
     if kind == "literal_error":
         choices = str(context["expected"]).replace("'", '"').replace(" or ", ", ")
         suggestion = hint(str(value), [choice.strip('" ') for choice in choices.split(",")])
-        return f"it must be one of {choices}.{suggestion}".rstrip(".")
+        return f"it must be {'one of ' if ',' in choices else ''}{choices}.{suggestion}".rstrip(".")
     for bound, words in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if bound in context:
             return f"it must be {words} {context[bound]}"

@@ -166,7 +166,9 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
         ("ray_address", "ray://10.0.0.1:10001", 'Start the run on a node of the cluster, with "auto" or'),
         ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
         ("megatron_exp_avg_dtype", "int8", "one of"), ("learning_rate", ".nan", "finite"),
-        ("environments", "countdown", "must be a list"),
+        ("environments", "countdown", "must be a list, such as [{name: countdown}]"), ("device", "gpu", "device cuda"),
+        ("record_tokens", "70000", 'at most 65536, or one of "none", "all"'),
+        ("resume_from_checkpoint", "latest", "true or false, or a whole number"),
         ("environments", "[countdown]", "a mapping, such as {name: countdown}"),
     ],
 )  # fmt: skip
@@ -187,6 +189,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
         ("{name: a, wieght: 1}", "Did you mean 'weight'?"),
         ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
         ("{name: a, kwargs: [1]}", "must be a mapping"),
+        ("{name: a, kwargs: {1: 2}}", "environments[0].kwargs has the key 1 (command line), which must be text"),
         ("{name: ''}", "must not be empty"),
         ("{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
     ],

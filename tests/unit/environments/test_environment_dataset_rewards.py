@@ -160,7 +160,7 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         ),
         (
             {"reward": "judge", "judge": JUDGE, "criteria": 3},
-            "criteria is 3, but it must be text; put .*, or it must be a map",
+            "criteria is 3, but it must be text; put .*, or a map",
         ),
         ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
         ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
