@@ -10,7 +10,6 @@ import asyncio
 import faulthandler
 import itertools
 import logging
-import math
 import os
 import resource
 import sys
@@ -28,6 +27,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import memory_bytes
 from telescope.config.memory import GIB
+from telescope.config.plan import num_rollout_workers
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
@@ -48,8 +48,6 @@ REPORT_SECONDS = 0.01
 """Shortest time between two reports to the driver, whatever the number of workers, so that reports do not occupy it."""
 MAX_REPORT_SECONDS = 0.05
 """Longest time that a report is held back, because a free request slot waits for it."""
-SAMPLES_PER_WORKER = 64
-"""Samples in flight for which one worker suffices."""
 SILENCE_SECONDS = 10.0
 """Time after the deadline of user code within which a worker must respond."""
 LOAD_SECONDS = 600.0
@@ -311,7 +309,8 @@ class RolloutGroup:
             "concurrency_groups": {"exchange": 4},
         }
         self._actor_class: Any = ray.remote(**options)(RolloutActor)
-        self.handles = [RolloutHandle(self, index) for index in range(num_workers(config, cluster))]
+        num_workers = num_rollout_workers(config, cluster.resources.cpus)
+        self.handles = [RolloutHandle(self, index) for index in range(num_workers)]
         self._nodes = [cluster.driver_node, *(node for node in cluster.node_names if node != cluster.driver_node)]
         self.infos: list[EnvironmentInfo] = []
 
@@ -378,11 +377,3 @@ class RolloutGroup:
         """Stops all workers."""
         await asyncio.gather(*(handle.stop() for handle in self.handles))
         self.sandboxes.write_gauges()
-
-
-def num_workers(config: TelescopeConfig, cluster: Cluster) -> int:
-    """Returns the number of rollout workers: by default one per 64 samples in flight, at most one per core."""
-    if chosen := config.rollout_num_workers or config.environment_workers:
-        return chosen
-    in_flight = config.lanes_per_server * config.num_inference_servers
-    return max(1, min(int(cluster.resources.cpus), math.ceil(in_flight / SAMPLES_PER_WORKER)))

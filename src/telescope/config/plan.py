@@ -31,6 +31,8 @@ class PlacementError(ConfigError):
 
 
 GPUS_PER_NODE = 8  # GPUs of an assumed node, the usual number
+SAMPLES_PER_ROLLOUT_WORKER = 64
+"""Samples in flight for which one worker suffices."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,38 @@ def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple
     return servers, ranks
 
 
+def num_rollout_workers(config: TelescopeConfig, cores: float) -> int:
+    """Returns the number of rollout workers: by default one per 64 samples in flight, at most one per core."""
+    if chosen := config.rollout_num_workers or config.environment_workers:
+        return chosen
+    in_flight = config.lanes_per_server * config.num_inference_servers
+    return max(1, int(min(cores, math.ceil(in_flight / SAMPLES_PER_ROLLOUT_WORKER))))
+
+
+def _rollout_cores(config: TelescopeConfig, cores: float = math.inf) -> float:
+    return config.rollout_cpus_per_worker * num_rollout_workers(config, cores)
+
+
 def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with_trainer: bool = True) -> Placement:
-    """Places every worker; without the trainer, the servers only. Raises `PlacementError` when they do not fit."""
+    """Places every server and rank; without the trainer, the servers only. Raises `PlacementError` if they do not fit.
+
+    Rollout workers have their cores first, from one node after the other.
+    """
+    if not config.rollout_cpus_per_worker:
+        return _plan(config, resources, with_trainer=with_trainer)
+    workers, nodes = num_rollout_workers(config, resources.cpus), resources.nodes
+    taken = [config.rollout_cpus_per_worker * len(range(i, workers, len(nodes))) for i in range(len(nodes))]
+    left = tuple(replace(node, cpus=max(0.0, node.cpus - cpus)) for node, cpus in zip(nodes, taken, strict=True))
+    try:
+        return _plan(config, ClusterResources(left), with_trainer=with_trainer)
+    except PlacementError as error:
+        raise PlacementError(
+            f"{error}. These are the cores that {pluralize(workers, 'rollout worker')} with rollout_cpus_per_worker "
+            f"{config.rollout_cpus_per_worker:g} leave of {resources.cpus:g}: lower it, or rollout_num_workers"
+        ) from None
+
+
+def _plan(config: TelescopeConfig, resources: ClusterResources, *, with_trainer: bool) -> Placement:
     device = resolve_device(config, resources)
     servers, ranks = bundles_of(config, device)
     if not with_trainer:
@@ -186,7 +218,11 @@ def fitting_values(config: TelescopeConfig, machine: ClusterResources, *, with_t
     workers = {"ray_inference_cpus_per_worker": config.inference_num_workers}
     if with_trainer:
         workers["ray_trainer_cpus_per_worker"] = config.trainer_num_workers
-    free = machine.cpus - sum(getattr(config, name) * workers[name] for name in workers.keys() & config.user_set)
+    free = (
+        machine.cpus
+        - _rollout_cores(config, machine.cpus)
+        - sum(getattr(config, name) * workers[name] for name in workers.keys() & config.user_set)
+    )
     defaults = workers.keys() - config.user_set
     share = _usual_share(free / max(1, sum(workers[name] for name in defaults)))
     return values | {name: share for name in workers if name in defaults and 0 < share < getattr(config, name)}
@@ -228,7 +264,7 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
     groups = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
     everything = servers + ranks
-    cpus = sum(bundle.cpus for bundle in everything)
+    cpus = sum(bundle.cpus for bundle in everything) + _rollout_cores(config)
     gpus = sum(bundle.gpus for bundle in everything)
     packed = [sum(bundle.gpus for bundle in bundles) for bundles, strategy in groups if strategy == "STRICT_PACK"]
     size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus, *packed)
@@ -245,7 +281,8 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
 
 def least_cores(config: TelescopeConfig, num_nodes: int, gpus: int) -> int:
     """Returns the cores that each of some equal nodes needs. Raises `PlacementError` if no number of cores suffices."""
-    total = math.ceil(sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles))
+    cpus = sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles)
+    total = math.ceil(cpus + _rollout_cores(config))
     for cpus in range(-(-total // num_nodes), total):
         with contextlib.suppress(PlacementError):
             plan_placement(config, equal_nodes(num_nodes, NodeResources("node", cpus, gpus)))

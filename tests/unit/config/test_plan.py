@@ -49,6 +49,7 @@ configs = st.builds(
     trainer_num_workers=st.integers(1, 6),
     ray_inference_cpus_per_worker=st.sampled_from([0.1, 0.5, 1.0, 4.0]),
     ray_trainer_cpus_per_worker=st.sampled_from([0.2, 1.0, 3.0]),
+    rollout_cpus_per_worker=st.sampled_from([0.0, 0.0, 1.5]),
     ray_inference_placement_strategy=st.sampled_from(STRATEGIES),
     ray_trainer_placement_strategy=st.sampled_from(STRATEGIES),
     device=st.sampled_from(["auto", "cpu", "cuda"]),
@@ -266,3 +267,18 @@ def test_defaults_stay_where_fewer_workers_contradict_another_field(gpus, values
     machine = cluster((64, gpus))
     assert fitting_values(config(**values), machine) == {}
     assert f"GPUs, but the cluster has {gpus} (1 node" in plan_or_refusal(config(**values), machine)[1]
+
+
+def test_cores_of_rollout_workers_are_no_cores_of_servers_or_ranks():
+    reserving = config(rollout_cpus_per_worker=1, rollout_num_workers=5)
+    assert plan_placement(reserving, cluster((21, 4)))
+    plan, refusal = plan_or_refusal(reserving, cluster((20, 4)))
+    assert plan is None
+    assert "5 rollout workers with rollout_cpus_per_worker 1 leave of 20: lower it" in refusal
+    fitting = fitting_values(reserving, cluster((20, 4)))
+    assert fitting == {"ray_inference_cpus_per_worker": 3.0, "ray_trainer_cpus_per_worker": 3.0}
+    assert plan_placement(reserving.adjusted(**fitting), cluster((20, 4)))
+    # One after the other on two nodes: three and two.
+    two = config(rollout_cpus_per_worker=1, rollout_num_workers=5, ray_trainer_placement_strategy="STRICT_PACK")
+    assert plan_placement(two, cluster((11, 2), (10, 2)))
+    assert plan_or_refusal(two, cluster((10, 2), (10, 2)))[0] is None
