@@ -10,6 +10,7 @@ Invariant: at most one server of all runs on a machine has a port reserved, star
 """
 
 import errno
+import functools
 import os
 import platform
 import socket
@@ -21,7 +22,7 @@ import psutil
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
 
-NVIDIA_SMI_TIMEOUT_SECONDS = 10.0  # the driver may need seconds to wake sleeping GPUs
+NVIDIA_SMI_TIMEOUT_SECONDS = 60.0  # without persistence mode the driver wakes the GPUs, seconds for each
 CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
@@ -31,14 +32,13 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 def local_resources() -> ClusterResources:
     """This machine as a cluster of one node."""
-    gpus, memory = visible_gpus("memory.total"), visible_gpu_memory()
     node = NodeResources(
         name=platform.node() or "localhost",
         cpus=float(num_cores()),
-        gpus=len(gpus),
+        gpus=len(visible_gpus("memory.total")),
         memory_bytes=memory_bytes(),
         # None also for GPUs with the memory of the machine, such as GB10, of which nvidia-smi says "[N/A]".
-        gpu_memory_bytes=min(memory, default=None),
+        gpu_memory_bytes=min(visible_gpu_memory(), default=None),
     )
     return ClusterResources((node,))
 
@@ -76,16 +76,21 @@ def visible_gpus(*quantities: str) -> list[list[str]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
+    gpus = [[part.strip() for part in line.split(",")] for line in _ask_nvidia_smi(quantities) if line.strip()]
+    if visible is not None:
+        wanted = [part.strip() for part in visible.split(",")]
+        gpus = [gpu for gpu in gpus if gpu[0] in wanted or any(gpu[1].startswith(name) for name in wanted if name)]
+    return [values for _, _, *values in gpus if len(values) == len(quantities)]
+
+
+@functools.cache  # the checks before a start ask ten times
+def _ask_nvidia_smi(quantities: tuple[str, ...]) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu=index,uuid,{','.join(quantities)}", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []  # no driver is the ordinary case of a machine without GPUs
-    gpus = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
-    if visible is not None:
-        wanted = [part.strip() for part in visible.split(",")]
-        gpus = [gpu for gpu in gpus if gpu[0] in wanted or any(gpu[1].startswith(name) for name in wanted if name)]
-    return [values for _, _, *values in gpus if len(values) == len(quantities)]
+    return result.stdout.splitlines()
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:

@@ -41,14 +41,18 @@ def test_an_address_that_is_set_is_not_checked(note: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("memory", "known"), [("81559", 81559 << 20), ("[N/A]", None)])
-def test_a_gpu_counts_also_if_its_memory_is_that_of_the_machine(monkeypatch, tmp_path, memory, known):
+def test_a_gpu_counts_also_if_its_memory_is_that_of_the_machine(monkeypatch, tmp_path, request, memory, known):
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '0, GPU-1, {memory}'\n")
+    program.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/log\necho '0, GPU-1, {memory}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    [node] = machine.local_resources().nodes
-    assert (node.gpus, node.gpu_memory_bytes) == (1, known)
+    machine._ask_nvidia_smi.cache_clear()
+    request.addfinalizer(machine._ask_nvidia_smi.cache_clear)
+    for _ in range(2):
+        [node] = machine.local_resources().nodes
+        assert (node.gpus, node.gpu_memory_bytes) == (1, known)
+    assert (tmp_path / "log").read_text() == "asked\n", "a question takes seconds where GPUs sleep"
 
 
 def test_the_instruction_sets_of_this_cpu_are_read() -> None:
