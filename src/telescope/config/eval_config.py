@@ -19,6 +19,7 @@ from telescope.config.base import Count, PathText, Section, Steps, Text
 from telescope.config.environments import EvalEntry
 from telescope.config.loader import build_config, parse_overrides
 from telescope.config.messages import describe_errors, unknown_field
+from telescope.config.model_source import files_in
 from telescope.config.schema import TelescopeConfig
 from telescope.config.sections.general import RaySection
 from telescope.config.sections.rollout import InferenceSection
@@ -142,8 +143,8 @@ def build_eval_config(
     values: dict[str, Any] = {"environments": PLACEHOLDER_ENVIRONMENT, "inference_num_workers": 1}
     values |= {**inherited, **request.fields}
     if run_config is None:
-        file = model / "config.json"
-        longest = (json.loads(file.read_text()) if file.is_file() else {}).get("max_position_embeddings") or math.inf
+        known = files_in(model, str(model)).read_object("config.json") if model.is_dir() else None
+        longest = (known or {}).get("max_position_embeddings") or math.inf
         context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, longest))
         values.setdefault("max_tokens", min(defaults["max_tokens"].default, context))
         values.setdefault("seq_len", context)

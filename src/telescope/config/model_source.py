@@ -135,12 +135,13 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
             fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
         raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
     try:
-        return _files_in(folder, str(folder))
+        return files_in(folder, str(folder))
     except OSError as error:
         raise ConfigError(f"model is {model!r}, which cannot be read ({error.strerror}). Change its mode") from error
 
 
-def _files_in(folder: Path, where: str) -> ModelFiles:
+def files_in(folder: Path, where: str) -> ModelFiles:
+    """Returns the files in a folder, which the errors call `where`."""
     names = frozenset(item.name for item in folder.iterdir() if item.is_file())
     return ModelFiles(where, names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
 
@@ -160,7 +161,7 @@ def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
             "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
         ) from None
     if isinstance(cached, str):
-        files = _files_in(Path(cached).parent, f"the hub cache of {model}")
+        files = files_in(Path(cached).parent, f"the hub cache of {model}")
         if files.names & set(TOKENIZER_FILES):
             return files
     if not ask_hub:

@@ -97,6 +97,12 @@ def test_checkpoints_of_a_run_are_measured_with_the_run_s_prompts_and_sampling()
     assert "inference_host" not in config.user_set, "a default stays one, and servers on loopback"
 
 
+def test_a_model_whose_config_is_broken_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("{bad")
+    with pytest.raises(ConfigError, match=r"config\.json of .* cannot be read as JSON.*Download or save it again"):
+        build_eval_config(load_eval_request(None), None, [], tmp_path)
+
+
 def test_only_what_changes_results_is_another_measurement():
     request = load_eval_request(None, [])
     evals = [EvalEntry(name="math500")]
