@@ -72,6 +72,29 @@ test("what the server could not answer is read again while somebody needs it", a
   expect(asked).toHaveLength(3);
 });
 
+test("what failed while nobody needed it is read when somebody does", async () => {
+  void read("/e", "1");
+  await asked[0]!.answer({}, 503);
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  const stop = listen("/e", () => {});
+  void read("/e", "1");
+  await asked[1]!.answer([1]);
+  expect(known("/e")).toEqual({ data: [1], error: null, loading: false });
+  stop();
+});
+
+test("a version that came during a read is read again too if it fails", async () => {
+  const stop = listen("/f", () => {});
+  void read("/f", "1");
+  void read("/f", "2");
+  await asked[0]!.answer([1]);
+  await asked[1]!.answer({}, 503);
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  await asked[2]!.answer([2]);
+  expect(known("/f")).toEqual({ data: [2], error: null, loading: false });
+  stop();
+});
+
 const rows = (next: number, step: number[]) => ({ ...NO_STEPS, next, step, attempt: step.map(() => 1) });
 
 test("steps are read from the cursor on", async () => {

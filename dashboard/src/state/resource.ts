@@ -16,10 +16,13 @@ export class Reader {
   private running = false;
 
   /**
-   * `read` handles its own errors, and returns whether it is to be repeated later. It gets called once for each version that
-   * is the newest when a read begins.
+   * `read` handles its own errors, and returns whether it is to be repeated later: while `isUsed`, or when it is wanted again. It
+   * gets called once for each version that is the newest when a read begins.
    */
-  constructor(private readonly read: () => Promise<boolean | void>) {}
+  constructor(
+    private readonly read: () => Promise<boolean | void>,
+    private readonly isUsed = () => true,
+  ) {}
 
   /** Reads, unless this version is the last one that was asked for. */
   async want(version: string): Promise<void> {
@@ -33,8 +36,14 @@ export class Reader {
       again = await this.read();
     }
     this.running = false;
-    if (again) setTimeout(() => this.wanted === version && ((this.wanted = null), void this.want(version)), RETRY_MS);
+    if (again) setTimeout(this.repeat, RETRY_MS, this.wanted);
   }
+
+  private repeat = (version: string): void => {
+    if (this.wanted !== version) return;
+    this.wanted = null;
+    if (this.isUsed()) void this.want(version);
+  };
 }
 
 export interface Resource<T> {
@@ -56,7 +65,7 @@ const entries = new Map<string, Entry>();
 function entryOf(key: string): Entry {
   let entry = entries.get(key);
   if (!entry) {
-    const made: Entry = { state: EMPTY, listeners: new Set(), reader: new Reader(() => load(key, made)) };
+    const made: Entry = { state: EMPTY, listeners: new Set(), reader: new Reader(() => load(key, made), () => made.listeners.size > 0) };
     entries.set(key, (entry = made));
     if (entries.size > KEPT) {
       for (const [other, { listeners }] of entries) {
@@ -77,7 +86,7 @@ async function load(key: string, entry: Entry): Promise<boolean> {
     entry.state = { data: entry.state.data, error: error as Error, loading: false };
   }
   for (const listener of entry.listeners) listener();
-  return entry.state.error !== null && mayPass(entry.state.error) && entry.listeners.size > 0;
+  return entry.state.error !== null && mayPass(entry.state.error);
 }
 
 /** Reads an address, unless this version of it was read; keeps the old data meanwhile. */

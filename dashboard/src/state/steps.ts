@@ -63,7 +63,7 @@ let revision = 0;
 function entryOf(run: string): Entry {
   let entry = entries.get(run);
   if (!entry) {
-    const made: Entry = { steps: null, error: null, listeners: new Set(), reader: new Reader(() => load(run, made)) };
+    const made: Entry = { steps: null, error: null, listeners: new Set(), reader: new Reader(() => load(run, made), () => made.listeners.size > 0) };
     entries.set(run, (entry = made));
   }
   return entry;
@@ -81,7 +81,7 @@ async function load(run: string, entry: Entry): Promise<boolean> {
   }
   revision += 1;
   for (const listener of entry.listeners) listener();
-  return entry.error !== null && mayPass(entry.error) && entry.listeners.size > 0;
+  return entry.error !== null && mayPass(entry.error);
 }
 
 /** Reads the new steps of a run, unless this version of them was read. */
