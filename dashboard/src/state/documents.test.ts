@@ -1,7 +1,10 @@
-import { expect, test } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
 import { ApiError } from "../api";
 import type { Document } from "../types";
 import { KeptDocument, type Server } from "./documents";
+import { RETRY_MS } from "./resource";
+
+afterEach(() => void vi.useRealTimers());
 
 /** A server with one document. */
 class Kept implements Server {
@@ -62,6 +65,26 @@ test("a change that the server refuses is taken back and says why", async () => 
   await kept.change(add("b"));
   expect(kept.state).toMatchObject({ value: ["a"], saving: false });
   expect(kept.state.error?.message).toBe("too large");
+});
+
+test("what the server could not read or keep is tried again", async () => {
+  vi.useFakeTimers();
+  const server = new Kept(["a"]);
+  const [get, put] = [server.get.bind(server), server.put.bind(server)];
+  server.get = async () => Promise.reject(new TypeError("Failed to fetch"));
+  const kept = new KeptDocument("notes", server);
+  await kept.load();
+  expect(kept.state.error?.message).toBe("Failed to fetch");
+  server.get = get;
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  expect(kept.state).toEqual({ value: ["a"], error: null, saving: false });
+  server.put = async () => Promise.reject(new ApiError(503, "The server starts."));
+  await kept.change(add("b"));
+  expect(kept.state).toMatchObject({ value: ["a", "b"], saving: true });
+  server.put = put;
+  await vi.advanceTimersByTimeAsync(RETRY_MS);
+  expect(server.value).toEqual(["a", "b"]);
+  expect(kept.state).toEqual({ value: ["a", "b"], error: null, saving: false });
 });
 
 test("a change without a connection goes with the next one", async () => {

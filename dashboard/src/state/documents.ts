@@ -8,6 +8,7 @@
 import { useEffect, useSyncExternalStore } from "react";
 import { address, ApiError, get, put } from "../api";
 import type { Document } from "../types";
+import { mayPass, RETRY_MS } from "./resource";
 
 type Change = (old: unknown) => unknown;
 
@@ -34,6 +35,7 @@ export class KeptDocument {
   private pending: Change[] = [];
   private busy = false;
   private loaded = false;
+  private timer: ReturnType<typeof setTimeout> | undefined;
   private readonly listeners = new Set<() => void>();
 
   constructor(
@@ -89,8 +91,8 @@ export class KeptDocument {
     }
     this.busy = false;
     if (failure instanceof ApiError && failure.status === CONFLICT) return this.read();
-    // The server would refuse the same again; without a connection the change goes with the next one.
-    if (failure instanceof ApiError) this.pending.splice(0, changes.length);
+    // The server would refuse the same again.
+    if (failure && !mayPass(failure)) this.pending.splice(0, changes.length);
     this.show(failure);
     if (!failure) await this.write();
   }
@@ -100,6 +102,8 @@ export class KeptDocument {
   }
 
   private show(error: Error | null): void {
+    clearTimeout(this.timer);
+    if (error && mayPass(error)) this.timer = setTimeout(() => void this.read(), RETRY_MS);
     this.state = { value: this.applied(this.pending), error, saving: this.pending.length > 0 };
     for (const listener of this.listeners) listener();
   }
