@@ -95,7 +95,7 @@ interface RunEvents {
 
 const FIRST_RETRY_MS = 1000;
 const LAST_RETRY_MS = 15000;
-/** The server sends an event every ten seconds. A stream without one for this long is lost, for example in a tunnel that hangs. */
+/** The server sends an event every ten seconds. A stream without one for this long is lost, also before its first, for example in a tunnel that hangs. */
 const SILENT_MS = 25_000;
 
 /** Follows the events of some runs; returns a function that ends it. */
@@ -107,15 +107,19 @@ export function follow(runs: string[], events: RunEvents): () => void {
   const connect = () => {
     const opened = new EventSource(address("/api/events", { run: runs }));
     source = opened;
-    const heard = () => {
+    const expectSoon = () => {
       clearTimeout(timer);
       timer = setTimeout(() => {
         opened.close();
         events.onConnected(false);
         connect();
       }, SILENT_MS);
+    };
+    const heard = () => {
+      expectSoon();
       events.onConnected(true);
     };
+    expectSoon();
     opened.onopen = () => {
       wait = FIRST_RETRY_MS;
       heard();
@@ -137,9 +141,9 @@ export function follow(runs: string[], events: RunEvents): () => void {
       events.onRemote(run, remote);
     });
     opened.onerror = () => {
-      clearTimeout(timer);
       events.onConnected(false);
-      if (opened.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID
+      if (opened.readyState !== EventSource.CLOSED) return expectSoon(); // the browser reconnects, with Last-Event-ID
+      clearTimeout(timer);
       timer = setTimeout(connect, wait);
       wait = Math.min(2 * wait, LAST_RETRY_MS);
     };

@@ -47,8 +47,21 @@ test("a connection that the browser gives up is opened again, later after each f
 test("a connection that the browser restores by itself is not opened twice", async () => {
   stops.push(follow(["a"], quiet));
   sources.all[0]!.fail(false);
-  await vi.advanceTimersByTimeAsync(60_000);
+  await vi.advanceTimersByTimeAsync(20_000);
+  sources.all[0]!.open();
+  await vi.advanceTimersByTimeAsync(20_000);
   expect(sources.all.length).toBe(1);
+});
+
+test("a connection that hangs before it is open is opened again", async () => {
+  const states: boolean[] = [];
+  stops.push(follow(["a"], { ...quiet, onConnected: (on) => states.push(on) }));
+  await vi.advanceTimersByTimeAsync(25_000);
+  expect(states).toEqual([false]);
+  expect(sources.open.length).toBe(1);
+  sources.open[0]!.fail(false);
+  await vi.advanceTimersByTimeAsync(25_000);
+  expect(sources.all.length).toBe(3);
 });
 
 test("an ended connection is not opened again", async () => {
@@ -78,6 +91,15 @@ test("a status changes what is read", async () => {
     versions.push(versionOf("run", "samples"));
   }
   expect(new Set(versions).size).toBe(4);
+});
+
+test("a run that is added to the page reads nothing of the others again", async () => {
+  const source = await watched("a");
+  for (const one of [source, await watched("b")]) {
+    one.send("status", { run: "a", status: "live" });
+    one.send("tables", { run: "a", tables: { steps: 3 } });
+    expect(versionOf("a", "steps")).toBe("1/0/3");
+  }
 });
 
 test("the first events of an ended run read nothing again, and those of a resume do", async () => {

@@ -60,7 +60,8 @@ const events = {
   },
   onStatus: (run: string, status: string) => {
     const { status: before, changes } = stateOf(run);
-    update(run, { status, changes: before === null && status !== "live" ? changes : changes + 1 });
+    // Each stream begins with the status.
+    if (status !== before) update(run, { status, changes: before === null && status !== "live" ? changes : changes + 1 });
   },
   onRemote: (run: string, remote: RemoteCopy) => update(run, { remote }),
   onConnected: (connected: boolean) => {
