@@ -68,6 +68,12 @@ test("sections survive the address", () => {
   expect(parseSections(formatSections(sections))).toEqual(sections);
 });
 
+test("a layout without its last section is not the saved one again", () => {
+  // An empty parameter is none.
+  expect(formatSections([])).not.toBe("");
+  expect(parseSections(formatSections([]))).toEqual([]);
+});
+
 test("axes of charts are one text of the address", () => {
   const scales = { entropy: { log: true }, "reward/total/mean": { low: -1, high: 2.5, x: "eval/math,500/accuracy" }, grad_norm: { log: false, high: 1e-3 } };
   expect(parseScales(formatScales(scales))).toEqual(scales);

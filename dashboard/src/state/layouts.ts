@@ -118,9 +118,9 @@ export function useLayouts() {
   };
 }
 
-/** Returns sections as one text for the address: `Learning:reward/total/mean,entropy;Time:timing_step_total`. */
+/** Returns sections as one text for the address: `Learning:reward/total/mean,entropy;Time:timing_step_total`. No section is `;`. */
 export const formatSections = (sections: Section[]): string =>
-  sections.map((section) => [encodeURIComponent(section.title), section.metrics.map(encodeURIComponent).join(",")].join(":")).join(";");
+  sections.map((section) => [encodeURIComponent(section.title), section.metrics.map(encodeURIComponent).join(",")].join(":")).join(";") || ";";
 
 export function parseSections(text: string): Section[] {
   return text
