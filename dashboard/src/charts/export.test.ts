@@ -13,6 +13,11 @@ test("runs with different steps share the rows", () => {
   expect(text.split("\r\n")).toEqual(["step,one,two", "0,1,", "1,2,3", "2,,", ""]);
 });
 
+test("steps at one place of the axis have a row each", () => {
+  const text = linesCsv("entropy", [{ label: "one", x: [0.1, 0.4, 0.4], values: [1, 2, 3] }]);
+  expect(text.split("\r\n")).toEqual(["entropy,one", "0.1,1", "0.4,2", "0.4,3", ""]);
+});
+
 test("a metric's name makes a file's name", () => {
   expect(fileName("reward/total/mean")).toBe("reward_total_mean");
 });

@@ -1,6 +1,7 @@
 /** Files that the pages make: CSV of charts and tables. */
 
 import type { Value } from "../types";
+import { joinPlaces } from "./math";
 
 /** Hands a file to the browser's downloads. */
 export function download(name: string, content: Blob): void {
@@ -23,12 +24,11 @@ export function csv(header: string[], rows: (string | number | null | undefined)
   return [header, ...rows].map((row) => row.map(field).join(",")).join("\r\n") + "\r\n";
 }
 
-/** Returns one row for each place on the axis, and a column for each line's measured values. */
+/** Returns the places on the axis as rows, and a column for each line's measured values. */
 export function linesCsv(axis: string, lines: { label: string; x: number[]; values: Value[] }[]): string {
-  const places = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
-  const maps = lines.map((line) => new Map(line.x.map((x, row) => [x, line.values[row]])));
+  const { x, rows } = joinPlaces(lines.map((line) => line.x));
   return csv(
     [axis, ...lines.map((line) => line.label)],
-    places.map((x) => [x, ...maps.map((map) => map.get(x))]),
+    x.map((place, at) => [place, ...lines.map((line, i) => line.values[rows[i]![at] ?? -1])]),
   );
 }

@@ -110,6 +110,33 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
   return low < high ? [low, high] : [low - 0.5, high + 0.5];
 }
 
+/**
+ * Puts columns on one axis. Returns its places, each as often as the column that has it most often: several steps may lie at one
+ * place of an axis of tokens or of a metric. `rows` has the row of each column at each place; undefined where it has none.
+ */
+export function joinPlaces(columns: number[][]): { x: number[]; rows: (number | undefined)[][] } {
+  const most = new Map<number, number>();
+  for (const column of new Set(columns)) {
+    const times = new Map<number, number>();
+    for (const place of column) times.set(place, (times.get(place) ?? 0) + 1);
+    for (const [place, number] of times) most.set(place, Math.max(most.get(place) ?? 0, number));
+  }
+  const x = [...most].sort(([a], [b]) => a - b).flatMap(([place, number]) => new Array<number>(number).fill(place));
+  const first = new Map(x.map((place, at) => [place, at] as const).reverse());
+  const rowsOf = (column: number[]) => {
+    const rows = new Array<number | undefined>(x.length).fill(undefined);
+    const next = new Map(first);
+    column.forEach((place, row) => {
+      const at = next.get(place)!;
+      rows[at] = row;
+      next.set(place, at + 1);
+    });
+    return rows;
+  };
+  const known = new Map([...new Set(columns)].map((column) => [column, rowsOf(column)]));
+  return { x, rows: columns.map((column) => known.get(column)!) };
+}
+
 /** Returns the sums of the lines up to and with each: the upper edges of a stack. */
 export function stack(lines: Value[][]): Value[][] {
   const sums: Value[][] = [];

@@ -20,6 +20,15 @@ test("lines of other places share an axis: a gap is null, a place of another lin
   expect(rows).toEqual([5, 4]);
 });
 
+test("steps at one place of the axis are all kept beside another run", () => {
+  const { x, data } = align([], [
+    { label: "a", color: "--c1", x: [0.1, 0.4, 0.4], values: [1, 2, 3] },
+    { label: "b", color: "--c2", x: [0.1, 0.2], values: [4, 5] },
+  ]);
+  expect(x).toEqual([0.1, 0.2, 0.4, 0.4]);
+  expect(data.slice(1)).toEqual([[4, 5, undefined, undefined], [1, undefined, 2, 3]]);
+});
+
 test("lines of the same places are taken as they are", () => {
   const x = [0, 1];
   expect(align(x, [{ label: "a", color: "--c1", x, values: [1, 2] }])).toEqual({ x, data: [x, [1, 2]], rows: [1] });

@@ -7,7 +7,7 @@ import { color, FONT } from "../state/theme";
 import type { Value } from "../types";
 import type { Band, ChartProps, Line } from "./props";
 import { type Heat, heatGrid } from "./heat";
-import { lastRow, logTicks, nearest, stepTicks, ticks, valueRange } from "./math";
+import { joinPlaces, lastRow, logTicks, nearest, stepTicks, ticks, valueRange } from "./math";
 
 const AXIS_HEIGHT = 20;
 const TOP = 6;
@@ -58,14 +58,9 @@ export function align(x: number[], lines: Line[]): Drawn {
     const own = columns[0]?.x ?? x;
     return { x: own, data: [own, ...columns.map((column) => column.values)] as uPlot.AlignedData, rows };
   }
-  const all = [...new Set(columns.flatMap((column) => column.x))].sort((a, b) => a - b);
-  const place = new Map(all.map((value, row) => [value, row]));
-  const data = columns.map((column) => {
-    const out = new Array<Value | undefined>(all.length).fill(undefined);
-    column.x.forEach((value, row) => (out[place.get(value)!] = column.values[row] ?? null));
-    return out;
-  });
-  return { x: all, data: [all, ...data] as uPlot.AlignedData, rows };
+  const joined = joinPlaces(columns.map((column) => column.x));
+  const data = columns.map(({ values }, i) => joined.rows[i]!.map((row) => (row === undefined ? undefined : (values[row] ?? null))));
+  return { x: joined.x, data: [joined.x, ...data] as uPlot.AlignedData, rows };
 }
 
 /** Draws the crosshair with a ring on each line that has a value there, and a mark where the selected step is. */
