@@ -16,6 +16,14 @@ test("a group is the mean of its runs with a 95 % interval, also where one has e
   expect(metricNames([group])).toEqual(["m"]);
 });
 
+test("the axis of a group never turns back, also where a slow run has ended", () => {
+  const slow = { ...run("slow", [0, 1], [1, 1]), x: [100, 200] };
+  const fast = { ...run("fast", [0, 1, 2, 3], [3, 3, 3, 3]), x: [10, 20, 30, 45] };
+  const group = groupOf("g", "g", [slow, fast]);
+  expect(group.x).toEqual([55, 110, 120, 135]);
+  expect(columnOf(group, "m")!.x).toEqual(group.x);
+});
+
 test("a group of runs that lack a metric at many steps keeps the last value of each", () => {
   const some = (values: (number | null)[]) => ({ ...run("a", [0, 1, 2], []), steps: { ...NO_STEPS, step: [0, 1, 2], metrics: { m: values } } });
   const group = groupOf("g", "g", [some([1, null, 1]), some([3, 3, 3])]);

@@ -68,15 +68,20 @@ export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], ax
   return out;
 }
 
-/** Returns the mean of columns where at least one has a value, with its 95 % interval where two have. */
+/**
+ * Returns the mean of columns where at least one has a value, with its 95 % interval where two have. Where a column ends, the
+ * mean place on the axis goes on from there as the others do: that of the others alone may lie before it.
+ */
 function meanColumn(columns: Column[]): Column {
   const rows = columns.map((column) => new Map(column.at.map((at, row) => [at, row])));
   const at = [...new Set(columns.flatMap((column) => column.at))].sort((a, b) => a - b);
   const out: Required<Column> = { at, x: [], values: [], low: [], high: [] };
-  for (const place of at) {
-    const there = columns.flatMap((column, i) => (rows[i]!.has(place) ? [{ column, row: rows[i]!.get(place)! }] : []));
+  for (const [i, place] of at.entries()) {
+    const there = columns.flatMap((column, k) => (rows[k]!.has(place) ? [{ column, row: rows[k]!.get(place)! }] : []));
     const mean = meanOf(there.map(({ column, row }) => column.values[row] ?? null));
-    out.x.push(there.reduce((sum, { column, row }) => sum + column.x[row]!, 0) / there.length);
+    const last = out.x.at(-1) ?? -Infinity;
+    const grown = meanOf(there.flatMap(({ column, row }) => (row > 0 && column.at[row - 1] === at[i - 1] ? [column.x[row]! - column.x[row - 1]!] : [])));
+    out.x.push(grown ? last + grown.mean : Math.max(last, meanOf(there.map(({ column, row }) => column.x[row]!))!.mean));
     out.values.push(mean?.mean ?? null);
     out.low.push(mean?.half == null ? null : mean.mean - mean.half);
     out.high.push(mean?.half == null ? null : mean.mean + mean.half);
