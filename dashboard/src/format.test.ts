@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { count, duration, number, percent, setting } from "./format";
+import { count, duration, number, percent, setting, tick } from "./format";
 
 test("numbers have about three digits and a true minus", () => {
   expect(number(-0.0790)).toBe("−0.0790");
@@ -11,6 +11,22 @@ test("numbers have about three digits and a true minus", () => {
   expect(number(0.0000356)).toBe("3.6e−5");
   expect(number(null)).toBe("–");
   expect(number(0)).toBe("0");
+});
+
+test("ticks of one axis differ, and are what they stand for", () => {
+  const labels = (...values: number[]) => values.map((value) => tick(value, values[1]! - values[0]!));
+  expect(labels(131_000, 131_500, 132_000)).toEqual(["131.0k", "131.5k", "132.0k"]);
+  expect(labels(1_020_000, 1_040_000, 1_060_000)).toEqual(["1.02M", "1.04M", "1.06M"]);
+  expect(labels(0.99992, 0.99994, 0.99996)).toEqual(["0.99992", "0.99994", "0.99996"]);
+  expect(labels(0, 5e-7, 1e-6)).toEqual(["0", "5.0e−7", "1.0e−6"]);
+  expect(labels(0, 0.5, 1)).toEqual(["0.0", "0.5", "1.0"]);
+  expect(labels(20_000, 40_000)).toEqual([count(20_000), count(40_000)]);
+  // One tick alone has no distance to another one.
+  expect(tick(0.4)).toBe("0.400");
+});
+
+test("a number that rounds up to the next unit has it", () => {
+  expect([number(999_600), number(999_990_000)]).toEqual(["1.0M", "1.0G"]);
 });
 
 test("a rounded zero has no sign", () => {
@@ -27,6 +43,7 @@ test("durations have two units", () => {
   expect(duration(85)).toBe("1 min 25 s");
   expect(duration(60)).toBe("1 min");
   expect(duration(1.87)).toBe("1.9 s");
+  expect([duration(-3), duration(Infinity)]).toEqual(["−3.0 s", "–"]);
 });
 
 test("shares are percents", () => {

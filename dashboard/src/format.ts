@@ -20,8 +20,8 @@ export function number(value: number | null | undefined, digits?: number): strin
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e15) return minus(value.toExponential(1).replace("+", ""));
-  if (size >= 1e9) return minus(`${(value / 1e9).toFixed(1)}G`);
-  if (size >= 1e6) return minus(`${(value / 1e6).toFixed(1)}M`);
+  if (size >= 999.95e6) return minus(`${(value / 1e9).toFixed(1)}G`);
+  if (size >= 999.5e3) return minus(`${(value / 1e6).toFixed(1)}M`);
   if (size >= 1e5) return minus(`${(value / 1e3).toFixed(0)}k`);
   if (Number.isInteger(value)) return count(value);
   if (size >= 1e4) return minus(`${(value / 1e3).toFixed(1)}k`);
@@ -43,6 +43,16 @@ export function signed(value: number | null, digits?: number): string {
 export function difference(value: number): string {
   const digits = value === 0 ? 0 : 1 - Math.floor(Math.log10(Math.abs(value)));
   return digits > 4 ? signed(value) : signed(value, Math.max(0, digits));
+}
+
+/** Returns the label of a tick with the digits that tell it from one `step` further; without a step as any number. */
+export function tick(value: number, step?: number): string {
+  const size = Math.abs(value);
+  if (step === undefined || size >= 1e15) return number(value);
+  const [unit, name] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : size >= 1e5 ? [1e3, "k"] : [1, ""];
+  const digits = Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9));
+  if (digits > 4 && size < 20 * step) return number(value); // such as learning rates
+  return digits === 0 && size >= 1e4 && unit === 1 ? count(value) : `${number(value / unit, digits)}${name}`;
 }
 
 /** Returns a whole number with thin spaces between thousands. */
@@ -67,8 +77,8 @@ export function megabytes(done: number, total: number): string {
 
 /** Returns seconds in the two largest units: `1 h 5 min`. */
 export function duration(seconds: number | null | undefined): string {
-  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return NONE;
-  if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
+  if (seconds < 10) return minus(`${seconds.toFixed(Math.abs(seconds) < 1 ? 2 : 1)} s`);
   const whole = Math.round(seconds);
   const units: [number, string][] = [
     [86400, "d"],
@@ -98,7 +108,7 @@ export function moment(time: number | null | undefined, now = Date.now()): strin
 /** Returns a value of the config as one line. Fields inside of it that are not set are left out. */
 export function setting(value: unknown): string {
   if (value === null || value === undefined) return "none";
-  if (typeof value === "number") return minus(Math.abs(value) >= 1e-3 || value === 0 ? String(value) : value.toExponential().replace("e-", "e-"));
+  if (typeof value === "number") return minus(Math.abs(value) >= 1e-3 || value === 0 ? String(value) : value.toExponential());
   if (typeof value === "string") return value === "" ? '""' : visible(value);
   if (Array.isArray(value)) return value.length ? value.map(setting).join(value.some((part) => part !== null && typeof part === "object") ? "; " : ", ") : "none";
   if (typeof value === "object") {

@@ -22,6 +22,7 @@ test("a reward of many values has bands", () => {
 test("seconds on an axis are minutes or hours", () => {
   expect(clock(75)).toBe("1:15");
   expect(clock(3660)).toBe("1:01 h");
+  expect([clock(7200, 30), clock(7230, 30)]).toEqual(["2:00:00 h", "2:00:30 h"]);
 });
 
 test("the axis of a live run ends at its plan, or where data fill half of it", () => {

@@ -134,12 +134,12 @@ export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: B
   return drawnLines(finished, (run) => leafColumn(run, metric), 0, bands).map((line) => ({ ...line, dots: true, whiskers: line.bands?.[0] }));
 }
 
-/** Returns seconds as `m:ss` or `h:mm` for an axis. */
-export function clock(seconds: number): string {
+/** Returns seconds as `m:ss` or `h:mm` for an axis, as `h:mm:ss` if its ticks are less than a minute apart. */
+export function clock(seconds: number, step = 60): string {
   const whole = Math.round(seconds);
   const two = (value: number) => String(value).padStart(2, "0");
-  if (whole >= 3600) return `${Math.floor(whole / 3600)}:${two(Math.floor((whole % 3600) / 60))} h`;
-  return `${Math.floor(whole / 60)}:${two(whole % 60)}`;
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60), two(whole % 60)];
+  return hours > 0 ? `${hours}:${two(minutes % 60)}${step < 60 ? `:${rest}` : ""} h` : `${minutes}:${rest}`;
 }
 
 /** Returns where the step axis of a live run ends: at its planned end, but at least half of the axis has data. */

@@ -1,7 +1,7 @@
 /** The plot of a chart: lines by uPlot, bands, stacks, a dot at the head of each line, the crosshair. No React. */
 
 import uPlot from "uplot";
-import { number } from "../format";
+import { number, tick } from "../format";
 import { cursorOn } from "../state/cursor";
 import { color, FONT } from "../state/theme";
 import type { Value } from "../types";
@@ -127,15 +127,14 @@ export function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: 
   const plotHeight = size.height / scale - TOP - AXIS_HEIGHT - (xTitle ? TITLE_HEIGHT : 0);
   const wanted = plotHeight > 170 ? 4 : plotHeight > 90 ? 3 : 2;
   const yTicks = props.log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, wanted);
-  const step = yTicks.length > 1 ? yTicks[1]! - yTicks[0]! : 1;
-  const tickDecimals = Math.max(0, -Math.floor(Math.log10(Math.abs(step) || 1) + 1e-9));
-  const write = props.tickFormat ?? ((value: number) => (props.log ? number(value, decimals(value)) : tickText(value, tickDecimals)));
+  const stepOf = (all: number[]) => (all.length > 1 ? all[1]! - all[0]! : undefined);
+  const write = props.tickFormat ?? ((value: number) => (props.log ? number(value, decimals(value)) : tick(value, stepOf(yTicks))));
   const context = measuring();
   const labelWidth = Math.max(...yTicks.map((value) => context.measureText(write(value)).width), 8);
   const left = Math.max(LEAST_LEFT, Math.ceil(labelWidth) + 8);
   const xTicks = props.xTicks ?? stepTicks;
   const xSplits = xTicks(xRange[0], xRange[1], Math.max(2, Math.min(6, Math.floor(size.width / scale / 75))));
-  const writeX = props.xFormat ?? String;
+  const writeX = (value: number) => (props.xFormat ?? String)(value, stepOf(xSplits));
   const right = Math.max(props.right ?? LEAST_RIGHT, overhang(xSplits.at(-1), xRange, size.width / scale - left - LEAST_RIGHT - (yTitle ? TITLE_HEIGHT : 0), (value) => context.measureText(writeX(value)).width));
 
   const series: uPlot.Series[] = [{}];
@@ -274,12 +273,6 @@ function paintHeat(plot: uPlot, heat: Heat): void {
 
 function decimals(value: number): number | undefined {
   return Math.abs(value) >= 1 && Number.isInteger(value) ? 0 : undefined;
-}
-
-function tickText(value: number, digits: number): string {
-  const size = Math.abs(value);
-  if (size >= 1e4) return number(value);
-  return digits > 4 ? number(value) : number(value, digits);
 }
 
 /** Marks, whiskers, heads and direct labels, over the lines. */

@@ -79,7 +79,8 @@ export interface ChartProps {
   withoutOutliers?: boolean;
   format?: (value: Value) => string;
   tickFormat?: (value: number) => string;
-  xFormat?: (x: number) => string;
+  /** Of a tick with the distance to the next one, of the crosshair without. */
+  xFormat?: (x: number, step?: number) => string;
   xTicks?: (low: number, high: number, wanted: number) => number[];
   /** The values of the title line, instead of those of the lines. */
   read?: (x: number | null) => ReactNode;

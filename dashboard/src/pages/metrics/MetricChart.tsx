@@ -5,7 +5,7 @@ import { Chart } from "../../charts/Chart";
 import { isEval } from "../../charts/data";
 import { ticks } from "../../charts/math";
 import type { DrawnRun, XAxis } from "../../charts/runs";
-import { number } from "../../format";
+import { tick } from "../../format";
 import type { Scale } from "../../state/layouts";
 import { useOverviewCharts } from "../../state/overviewCharts";
 import type { Value } from "../../types";
@@ -80,7 +80,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
   const set = (next: Partial<Scale>) => view.setScale(metric, { ...scale, ...next });
   // A metric as the x axis has no range of steps, so the range of the ruler selects the points.
   const axes = over
-    ? { axis: `metric ${over}`, xTicks: ticks, xFormat: (x: number) => number(x), xTitle: over }
+    ? { axis: `metric ${over}`, xTicks: ticks, xFormat: tick, xTitle: over }
     : { axis: view.axis, xEnd: view.xEnd, xStart: view.xStart, xFormat: view.xFormat, xTicks: view.xTicks, zoom: view.zoom, onZoom: view.onZoom, onPick: view.onPick, stepOf: view.stepOf, metric: isEval(metric) ? undefined : metric, xTitle: X_TITLES[view.axis] };
   const { title, unit, name } = titleOf(metric);
   return (

@@ -5,7 +5,7 @@ import { axisEnd, type BandKind, clock } from "../../charts/data";
 import { commonStep, type DrawnRun, leavesOf, longest, metricNames, useDrawnRuns, useStepAxis, type XAxis } from "../../charts/runs";
 import { clockTicks, smoothingFor, ticks } from "../../charts/math";
 import { sourceOf } from "../../charts/sources";
-import { number } from "../../format";
+import { tick } from "../../format";
 import { Failure, Waiting } from "../../shell/Quiet";
 import { Dialog } from "../../shell/Dialog";
 import { useKeys } from "../../shell/keys";
@@ -87,7 +87,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
     xEnd: axis === "step" && planned ? axisEnd((first.steps.step.at(-1) ?? -1) + 1, planned) : undefined,
     xStart: axis === "step" ? undefined : 0,
     xTicks: axis === "time" ? clockTicks : axis === "tokens" ? ticks : undefined,
-    xFormat: axis === "time" ? clock : axis === "tokens" ? (x) => number(x) : undefined,
+    xFormat: axis === "time" ? clock : axis === "tokens" ? tick : undefined,
   };
   useKeys("Metrics", [
     { keys: ["l"], does: "log scale", run: () => setLog(log === "1" ? null : "1") },
