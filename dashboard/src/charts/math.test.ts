@@ -58,6 +58,18 @@ test("a fixed end stays, the other follows the values of all lines", () => {
   expect(valueRange([[20, 25]], { low: 0 })).toEqual([0, expect.closeTo(26.5)]);
 });
 
+test("an axis rises also if all values lie beyond its chosen end", () => {
+  expect(valueRange([[0, 1]], { low: 5 })).toEqual([5, 6]);
+  expect(valueRange([[10, 12]], { high: 5 })).toEqual([4, 5]);
+  expect(valueRange([[null]], { low: 5 })).toEqual([5, 6]);
+  for (const ends of [{ low: 5 }, { high: 0.001 }, { low: 0, high: 1 }, { high: 0 }, { low: -1 }]) {
+    const [low, high] = valueRange([[0.01, 1]], { log: true, ...ends });
+    expect(low).toBeGreaterThan(0);
+    expect(high).toBeGreaterThan(low);
+    expect(high).toBeLessThan(1000);
+  }
+});
+
 test("a range without a value is a plain axis", () => {
   expect(valueRange([[null, NaN, Infinity]])).toEqual([0, 1]);
   expect(valueRange([[-1, 0]], { log: true })).toEqual([0.1, 1]);

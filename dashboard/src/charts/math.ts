@@ -89,14 +89,18 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
   const above = options.log ? 0 : -Infinity;
   const all: number[] = [];
   for (const line of lines) for (const value of line) if (value !== null && value > above && value < Infinity) all.push(value);
-  if (all.length === 0) return options.log ? [0.1, 1] : [options.low ?? 0, options.high ?? 1];
+  // All values may lie beyond the one end that was chosen.
+  const rising = (from: number, to: number): [number, number] => (from < to ? [from, to] : options.low === undefined ? [to - 1, to] : [from, from + 1]);
+  if (all.length === 0) return options.log ? [0.1, 1] : rising(options.low ?? 0, options.high ?? 1);
   const cut = options.withoutOutliers && all.length >= 20;
   const sorted = cut ? [...Float64Array.from(all).sort()] : null;
   const first = sorted ? quantileSorted(sorted, 0.02)! : all.reduce((least, value) => Math.min(least, value));
   const last = sorted ? quantileSorted(sorted, 0.98)! : all.reduce((most, value) => Math.max(most, value));
-  let low = options.low ?? first;
-  let high = options.high ?? last;
+  let [low, high] = [options.low ?? first, options.high ?? last];
   if (options.log) {
+    // Zero has no place on a log scale.
+    if (low <= 0) low = first;
+    if (high <= low) high = 10 * low;
     const span = Math.max(Math.log10(high / low), 0.2);
     return [low / 10 ** (0.06 * span), high * 10 ** (0.06 * span)];
   }
@@ -107,7 +111,7 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
   // An axis that nearly reaches zero starts there.
   if (options.low === undefined) low = first >= 0 && first < 0.4 * last ? 0 : first - 0.06 * span;
   if (options.high === undefined) high = last <= 0 && low < 0 && last > 0.4 * low ? 0 : last + 0.06 * span;
-  return low < high ? [low, high] : [low - 0.5, high + 0.5];
+  return rising(low, high);
 }
 
 /**

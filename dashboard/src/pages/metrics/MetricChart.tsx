@@ -90,7 +90,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
         titled={named}
         unit={[unit, scale.x && `over ${titleOf(over).title}`].filter(Boolean).join(", ")}
         yTitle={unitOf(metric) ? `${name} (${unitOf(metric)})` : name}
-        low={log && (low ?? 1) <= 0 ? undefined : low}
+        low={low}
         high={high}
         x={runs[0]!.x}
         log={log}
