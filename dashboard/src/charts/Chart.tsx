@@ -10,7 +10,7 @@ import { useTheme } from "../state/theme";
 import { elsewhere, go, place } from "../state/url";
 import type { Value } from "../types";
 import { download, fileName, linesCsv } from "./export";
-import { lastRow, nearest } from "./math";
+import { lastRow, nearest, valueAt } from "./math";
 import { downloadPng } from "./picture";
 import { align, draw, placeCrosshair } from "./plot";
 import type { ChartProps, Line } from "./props";
@@ -57,6 +57,8 @@ export function Chart(props: ChartProps) {
 
   // useSelected clears the selection when its page unmounts; the ref of the overlay is null by then.
   useEffect(() => onCursor(() => plot.current && overlay.current && placeCrosshair(plot.current, overlay.current, latest.current)), []);
+  // No event tells that the pointer left a chart that is gone.
+  useEffect(() => () => setCursor(null), []);
 
   const move = (event: React.PointerEvent) => {
     const instance = plot.current;
@@ -206,10 +208,7 @@ function Values(props: ChartProps & { axis: string; format: (value: Value) => st
   const spoken = props.lines.filter((line) => !line.silent);
   const valueOf = (line: Line, values = at === null ? (line.raw ?? line.values) : line.values): Value => {
     if (at === null && line.last !== undefined) return line.last;
-    const xs = line.x ?? props.x;
-    const row = at === null ? lastRow(line.raw ?? line.values) : nearest(xs, at);
-    const beyond = at !== null && xs.length > 0 && at > xs[xs.length - 1]!;
-    return row < 0 || beyond ? null : (values[row] ?? null);
+    return at === null ? (values[lastRow(line.raw ?? line.values)] ?? null) : valueAt(line.x ?? props.x, values, at);
   };
   if (spoken.length === 1) {
     const [line] = spoken as [Line];
@@ -220,10 +219,10 @@ function Values(props: ChartProps & { axis: string; format: (value: Value) => st
   return (
     <span className={`v many ${baseline ? "deltas" : ""}`}>
       {label}
-      {spoken.slice(0, props.named ? spoken.length : 6).map((line) => {
+      {spoken.slice(0, props.named ? spoken.length : 6).map((line, i) => {
         const value = valueOf(line);
         return (
-          <span key={line.label} title={line.label}>
+          <span key={i} title={line.label}>
             <i className="dot small" style={{ background: `var(${line.color})` }} />
             {props.named && <b>{line.label} </b>}
             {props.format(value)}

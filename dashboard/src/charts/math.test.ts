@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { clockTicks, logTicks, meanOf, nearest, passAtK, rollingMedian, smooth, smoothingFor, stack, stdBand, ticks, valueRange, wilson } from "./math";
+import { clockTicks, logTicks, meanOf, nearest, passAtK, rollingMedian, smooth, smoothingFor, stack, stdBand, ticks, valueAt, valueRange, wilson } from "./math";
 
 test("ticks are round numbers inside the range", () => {
   expect(ticks(0, 1, 4)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
@@ -149,4 +149,10 @@ test("the interval of many values is near that of the normal distribution", () =
 test("a rolling median follows what most values are", () => {
   expect(rollingMedian([1, 0, 1, 1, null, 1, 0], 3)).toEqual([0.5, 1, 1, 1, null, 0.5, 0.5]);
   expect(rollingMedian([2, 9, null, 4, 4, 1], 5)).toEqual([5.5, 4, null, 4, 4, 4]);
+});
+
+test("a line is read at its nearest place, and not where it has not begun or has ended", () => {
+  const read = (x: number) => valueAt([10, 11, 14], [1, 2, null], x);
+  expect([9, 10, 11.2, 12, 14, 15].map(read)).toEqual([null, 1, 2, 2, null, null]);
+  expect(valueAt([], [], 0)).toBeNull();
 });

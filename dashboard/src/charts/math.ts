@@ -167,6 +167,9 @@ export function stdBand(mean: Value[], std: Value[], min?: Value[], max?: Value[
 /** Returns the row whose x is nearest; -1 without rows. x rises. */
 export const nearest = (xs: number[], x: number): number => (xs.length === 0 ? -1 : bisectCenter(xs, x));
 
+/** Returns the value at the row nearest to a place on the axis; null before the first row and after the last. */
+export const valueAt = (xs: number[], values: (Value | undefined)[], x: number): Value => (x < xs[0]! || x > xs.at(-1)! ? null : (values[nearest(xs, x)] ?? null));
+
 /** Returns the last row with a value; -1 without one. */
 export function lastRow(values: (Value | undefined)[]): number {
   for (let row = values.length - 1; row >= 0; row -= 1) if (values[row] != null) return row;

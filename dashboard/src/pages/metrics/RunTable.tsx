@@ -1,7 +1,7 @@
 /** The runs on the page, with their values at the crosshair and the settings in which they differ. */
 
 import { columnOf, commonStep, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
-import { lastRow, nearest } from "../../charts/math";
+import { lastRow, valueAt } from "../../charts/math";
 import { count, difference, number, setting } from "../../format";
 import { Menu } from "../../shell/Menu";
 import { COLORS, useRunColors } from "../../state/colors";
@@ -33,9 +33,9 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const differing = (comparison?.config ?? []).filter((row) => !row.bookkeeping).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {
     const { x, values } = columnOf(run, metric) ?? { x: [], values: [] };
-    if (at !== null && at > (x.at(-1) ?? -Infinity)) return null;
-    const end = at === null && run.until !== undefined ? run.steps.step.indexOf(run.until) + 1 : undefined;
-    return values[at === null ? lastRow(values.slice(0, end)) : nearest(x, at)] ?? null;
+    if (at !== null) return valueAt(x, values, at);
+    const end = run.until === undefined ? undefined : run.steps.step.indexOf(run.until) + 1;
+    return values[lastRow(values.slice(0, end))] ?? null;
   };
   const base = runs.find((run) => run.baseline);
   const common = commonStep(runs);
