@@ -198,12 +198,30 @@ def test_infra_charts_end_with_the_last_readings_and_zoom(visitor: Visit, runs: 
 def test_times_are_since_the_start_of_the_run_also_if_it_is_known_last(visitor: Visit):
     held: list[Route] = []
     visitor.page.route(re.compile(r"/runs/[^/?]+(\?.*)?$"), lambda route: held.append(route))
-    visitor.page.goto(f"{visitor.address}/#/first/infra?step=6")
-    tag = figure(visitor.page, "CPU").locator(".tag")
-    expect(tag).to_have_text(re.compile(r"^\d{5,}:"))  # since 1970: the charts are drawn already
+    with visitor.page.expect_response(re.compile(r"/gauges/names")):
+        visitor.page.goto(f"{visitor.address}/#/first/infra?step=6")
+    # Times since 1970 would be drawn now.
+    expect(visitor.page.locator("figure.chart")).to_have_count(0)
     for route in held:
         route.continue_()
-    expect(tag).to_have_text(re.compile(r"^\d{1,2}[:.]"))
+    expect(figure(visitor.page, "CPU").locator(".tag")).to_have_text(re.compile(r"^\d{1,2}[:.]"))
+
+
+def test_infra_keeps_its_place_while_another_time_is_read(visitor: Visit):
+    page = visitor.open("first/infra")
+    plot = figure(page, "CPU").locator(".u-over")
+    plot.scroll_into_view_if_needed()
+    place = page.evaluate("document.querySelector('.infra .main').scrollTop")
+    assert place > 0
+    held: list[Route] = []
+    page.route(re.compile(r"/gauges\?.*start="), lambda route: held.append(route))
+    with page.expect_request(re.compile(r"/gauges\?.*start=")):
+        plot.drag_to(plot, source_position={"x": 40, "y": 20}, target_position={"x": 240, "y": 20})
+    expect(plot).to_be_visible()
+    for route in held:
+        route.continue_()
+    visitor.settle()
+    assert page.evaluate("document.querySelector('.infra .main').scrollTop") == place
 
 
 def test_the_range_of_steps_is_that_of_the_log(visitor: Visit, runs: Path):

@@ -52,8 +52,7 @@ export function Chart(props: ChartProps) {
       plot.current = null;
       instance.destroy();
     };
-    // The label stands for xFormat, a new function at every render: it changes when the start of the run arrives late.
-  }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat, props.xFormat?.(x[0] ?? 0)]);
+  }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
 
   // useSelected clears the selection when its page unmounts; the ref of the overlay is null by then.
   useEffect(() => onCursor(() => plot.current && overlay.current && placeCrosshair(plot.current, overlay.current, latest.current)), []);

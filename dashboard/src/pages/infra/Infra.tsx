@@ -6,7 +6,7 @@ import { nearest } from "../../charts/math";
 import { count } from "../../format";
 import { Failure, Quiet } from "../../shell/Quiet";
 import { useVersion } from "../../state/live";
-import { useResource } from "../../state/resource";
+import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { timesOf, useSteps } from "../../state/steps";
 import { useSelected } from "../../state/cursor";
@@ -44,13 +44,13 @@ export function Infra() {
   const [lines, setLines] = useParam("lines");
   const [machinesAs, setMachinesAs] = useParam("machines");
   const [chosen] = useParam("gauges");
-  const origin = info?.info.started_at ?? 0;
+  const origin = info?.info.started_at ?? 0; // nothing is drawn before it is known
   const [zoomed] = useParam("t");
   // What a chart was zoomed to, finer than steps, else the range of the page.
   const span = useMemo(() => {
     const [, from, to] = ZOOM.exec(zoomed) ?? [];
-    return from === undefined || origin === 0 ? timesOf(steps, range) : { start: origin + Number(from), end: origin + Number(to) };
-  }, [steps, range?.from, range?.to, zoomed, origin]);
+    return from === undefined || !info ? timesOf(steps, range) : { start: origin + Number(from), end: origin + Number(to) };
+  }, [steps, range?.from, range?.to, zoomed, info, origin]);
   const chosenStep = Number(usePlace().params.step ?? NaN);
   useSelected(CLOCK, steps?.ended_at[steps.step.indexOf(chosenStep)] ?? null);
   const zoom = (next: { from: number; to: number } | null) =>
@@ -73,7 +73,9 @@ export function Infra() {
   const more = chosen.split(",").flatMap((name): ChartSpec[] => (others.has(name) ? [others.get(name)!] : []));
   const moreNames = more.flatMap((spec) => spec.names);
   const moreGauges = useResource<GaugeSeries[]>(moreNames.length ? runPath(run, "gauges") : null, { names: moreNames.join(","), points: POINTS, ...span }, version);
-  const all = useMemo(() => [...(gauges.data ?? []), ...(constant.data ?? []), ...(moreGauges.data ?? [])], [gauges.data, constant.data, moreGauges.data]);
+  // The charts stay until those of another time have come: the page keeps its place.
+  const [shown, shownMore] = [useKept(gauges.data), useKept(moreGauges.data)];
+  const all = useMemo(() => [...(shown ?? []), ...(constant.data ?? []), ...(shownMore ?? [])], [shown, constant.data, shownMore]);
   const begun = zoomed || range ? 0 : (info?.attempts.at(-1)?.started_at ?? 0);
   const nodes = useMemo(() => machines(all, begun), [all, begun]);
   const role = useMemo(() => roleOf(all), [all]);
@@ -90,7 +92,8 @@ export function Infra() {
     const known = times.filter((time): time is number => time !== undefined);
     return known.length > 1 ? { from: Math.min(...known), to: Math.max(...known) } : { from: 0, to: 1 };
   }, [drawn]);
-  if (gauges.error && !gauges.data) return <Failure error={gauges.error} />;
+  if (gauges.error && !shown) return <Failure error={gauges.error} />;
+  if (!info) return null;
   if (gauges.data && all.length === 0 && live) return <Quiet title="No reading yet." text="Machines, GPUs and servers appear here with their first readings. The page updates by itself." />;
   if (gauges.data && all.length === 0) return <Quiet title="No gauge was recorded." text="Set enable_system_metrics_logging to record machines and GPUs." />;
   return (
@@ -113,9 +116,11 @@ export function Infra() {
               Table
             </button>
           </span>
-          <a className="link d" href={format(elsewhere(place(), { page: "timeline" }, { t: `${(extent.from - origin).toFixed(2)}-${(extent.to - origin).toFixed(2)}` }))}>
-            This time on the timeline
-          </a>
+          {drawn.length > 0 && (
+            <a className="link d" href={format(elsewhere(place(), { page: "timeline" }, { t: `${(extent.from - origin).toFixed(2)}-${(extent.to - origin).toFixed(2)}` }))}>
+              This time on the timeline
+            </a>
+          )}
           {(zoomed || range) && (
             <button className="btn" onClick={() => zoom(null)}>
               Whole run
@@ -136,9 +141,9 @@ export function Infra() {
             {section.title === SANDBOXES && <Sandboxes run={run} span={span} version={version} />}
           </section>
         ))}
-        {gauges.data && others.size > 0 && <Others specs={others} />}
+        {shown && others.size > 0 && <Others specs={others} />}
       </div>
-      {info && <Topology info={info} />}
+      <Topology info={info} />
     </div>
   );
 }
