@@ -11,8 +11,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, Route, expect
-from tests.pages.page_visit import Visit
+from playwright.sync_api import Browser, Page, Route, expect
+from tests.browser import DashboardProcess
+from tests.pages.page_visit import Visit, visit
 
 from telescope.record.reader import Run
 
@@ -205,6 +206,46 @@ def test_the_panel_has_the_mean_path_of_the_steps_in_view(visitor: Visit, runs: 
     assert sum(cells) == pytest.approx(whole, abs=0.01 * len(cells))
     panel.get_by_role("button", name="Show step 5 alone").click()
     expect(panel.get_by_role("heading").first).to_contain_text("Step 5")
+
+
+TEXTS = """
+(() => {
+  const { fillRect, fillText } = CanvasRenderingContext2D.prototype;
+  window.texts = [];
+  CanvasRenderingContext2D.prototype.fillRect = function (x, y, width, height) {
+    if (this.canvas.closest(".tlc") && x === 0 && y === 0 && height > 100) window.texts = [];
+    return fillRect.call(this, x, y, width, height);
+  };
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    if (this.canvas.closest(".tlc")) window.texts.push(text);
+    return fillText.call(this, text, x, y);
+  };
+})();
+"""
+"""Keeps the texts of the last frame."""
+
+
+def test_gauges_stay_while_those_of_another_time_are_read(visitor: Visit):
+    visitor.page.add_init_script(TEXTS)
+    page = visitor.open("first/timeline", {"step": 5})
+    page.wait_for_function("() => window.texts.includes('CPU')")
+    held: list[Route] = []
+    page.route("**/gauges?*start=*", lambda route: held.append(route))
+    with page.expect_request("**/gauges?*start=*"):
+        page.keyboard.press("0")
+    page.wait_for_timeout(100)
+    assert "CPU" in page.evaluate("window.texts")
+    for route in held:
+        route.continue_()
+    visitor.settle()
+
+
+def test_a_critical_path_that_could_not_be_read_is_read_again(browser: Browser, dashboard: DashboardProcess):
+    with visit(browser, dashboard.address) as opened:
+        opened.page.route("**/paths?*", lambda route: route.fulfill(status=503, body="{}"), times=1)
+        panel = opened.open("first/timeline", {"step": 5}).get_by_label("Step and request")
+        expect(panel).to_contain_text("Critical path")
+        assert [problem for problem in opened.problems if "503" in problem]
 
 
 def test_the_canvas_says_that_its_spans_are_read(visitor: Visit):

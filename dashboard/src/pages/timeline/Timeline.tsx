@@ -7,7 +7,7 @@ import { duration, NONE, number } from "../../format";
 import { Failure, Reading, Waiting } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
-import { useResource } from "../../state/resource";
+import { useKept, useResource } from "../../state/resource";
 import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
@@ -148,7 +148,9 @@ export function Timeline() {
     { names: wanted.join(","), start: loaded ? loaded.from - CONSTANT_SECONDS : null, end: loaded ? loaded.to + CONSTANT_SECONDS : null, points: GAUGE_POINTS },
   );
   const given = useResource<GaugeSeries[]>(has.has("gpu_given") ? runPath(run, "gauges") : null, { names: "gpu_given", points: 1 });
-  const gauges = useMemo(() => describeGauges(series.data ?? [], given.data ?? [], chosen), [series.data, given.data, chosen]);
+  // Those of the time before stay until others have come: the lanes above keep their heights.
+  const readings = useKept(series.data);
+  const gauges = useMemo(() => describeGauges((readings ?? []).filter((one) => wanted.includes(one.name)), given.data ?? [], chosen), [readings, wanted.join(), given.data, chosen]);
 
   const layout = useMemo(() => layOut(lanes, gauges.length, size.height - AXIS), [lanes, gauges.length, size.height]);
   const { batches, scored } = useMemo(() => events(lanes), [lanes]);

@@ -3,6 +3,7 @@
 import { group } from "d3-array";
 import { useEffect, useRef, useState } from "react";
 import { get, runPath } from "../../api";
+import { mayPass } from "../../state/resource";
 import type { Paths } from "../../types";
 import { criticalPath, type CriticalPath } from "./criticalPath";
 import { buildLanes, type Lanes, type SpanColumns } from "./spans";
@@ -23,7 +24,6 @@ export interface Loaded {
   lanes: Lanes;
   merged: boolean;
 }
-
 
 /** Reads the spans of a view for an export, merged only beyond 500,000. */
 export const readForExport = (run: string, view: View) =>
@@ -89,9 +89,13 @@ export function useCriticalPaths(run: string, first: number | null, last: number
           const paths = steps.map(({ step, start, end }) => criticalPath(step, start, end, spansOf.get(step) ?? [], answersOf.get(step) ?? []));
           setState({ run, read: { first, last, paths }, error: null });
         })
-        .catch((error: Error) => error.name !== "AbortError" && setState({ run, read: null, error }));
+        .catch((error: Error) => {
+          if (error.name === "AbortError") return;
+          setState({ run, read: null, error });
+          if (mayPass(error)) timer = setTimeout(() => void load(), RETRY_MS);
+        });
     // A view that moves passes over many steps.
-    const timer = setTimeout(() => void load(), state.read ? STEP_WAIT_MS : 0);
+    let timer = setTimeout(() => void load(), state.read ? STEP_WAIT_MS : 0);
     return () => {
       clearTimeout(timer);
       abort.abort();
