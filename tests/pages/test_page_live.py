@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 from tests.browser import DashboardProcess
 from tests.pages.page_visit import Visit, visit
 from tests.unit.dashboard.conftest import write_run
@@ -165,6 +165,28 @@ def test_the_panel_of_the_timeline_holds_the_last_step(browser: Browser, server:
         expect(said).to_be_visible()
         assert page.evaluate("() => window.blank") == 0
         assert opened.problems == []
+
+
+def test_logs_come_also_if_a_read_takes_longer_than_the_run_needs_for_new_lines(
+    browser: Browser, server: DashboardProcess, live: LiveRun
+):
+    held: list[Route] = []
+    with visit(browser, server.address) as opened:
+        opened.page.route("**/logs?*", lambda route: held.append(route))
+        with opened.page.expect_request("**/logs?*"):
+            opened.page.goto(f"{server.address}#/live/logs")
+        live.step()
+        expect(opened.page.get_by_label("Progress").first).to_contain_text("4 of 20 steps")
+        held[0].continue_()
+        expect(opened.page.get_by_label("Log lines").locator(".lg").first).to_be_visible()
+
+
+def test_logs_of_an_ended_run_that_could_not_be_read_are_read_again(browser: Browser, dashboard: DashboardProcess):
+    with visit(browser, dashboard.address) as opened:
+        opened.page.route("**/logs?*", lambda route: route.fulfill(status=503, body="{}"), times=1)
+        opened.page.goto(f"{opened.address}/#/first/logs")
+        expect(opened.page.get_by_role("heading", name="The server failed.")).to_be_visible()
+        expect(opened.page.get_by_label("Log lines").locator(".lg").first).to_be_visible()
 
 
 def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server: DashboardProcess, live: LiveRun):

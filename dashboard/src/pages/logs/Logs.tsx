@@ -7,13 +7,14 @@ import { count, moment } from "../../format";
 import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
+import { mayPass, Reader } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { timesOf, useSteps } from "../../state/steps";
 import { elsewhere, format, place, setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import type { LogLine, Logs as LogPage } from "../../types";
-import { clockTime, fold, isBefore, join, LEVELS } from "./lines";
+import { clockTime, fold, isBefore, join, LEVELS, newest } from "./lines";
 import "../panes.css";
 import "./logs.css";
 
@@ -26,8 +27,6 @@ const LINE = 20;
 interface State {
   query: object;
   rows: LogLine[];
-  /** The first row after those of the last request. */
-  next: number;
   /** Whether the first line of the record, or of what the filters leave, is among the rows. */
   begin: boolean;
   /** Whether there may be later lines that were not read. */
@@ -56,35 +55,52 @@ export function Logs() {
   const current = state?.query === query ? state : null;
   const shown = current ?? state;
   const busy = useRef(false);
+  const follows = useRef(true);
 
   const [draft, setDraft] = useSearchText();
 
   const read = (query: object, rows: number, signal?: AbortSignal) => get<LogPage>(runPath(run, "logs"), { ...query, limit: rows }, signal);
   const change = (changed: (old: State) => Partial<State>) => setState((old) => (old?.query === query ? { ...old, ...changed(old) } : old));
 
-  const first = async (signal: AbortSignal) => {
+  const first = async (signal: AbortSignal): Promise<number> => {
     const page = await read(query, PAGE_ROWS, signal);
     setNames(page);
     const early = query.at ? page.rows.filter((row) => (row.time ?? 0) < Number(query.at)).length : page.rows.length;
     const half = query.at ? PAGE_ROWS / 2 : PAGE_ROWS;
-    setState({ query, rows: page.rows, next: page.next, begin: early < half, more: page.rows.length - early >= half, error: null });
+    setState({ query, rows: page.rows, begin: early < half, more: page.rows.length - early >= half, error: null });
+    return page.next;
   };
   // Lines of several files arrive out of order. Lines after a gap are loaded when the page is scrolled there.
-  const fresh = async (since: number, signal: AbortSignal): Promise<void> => {
+  const fresh = async (since: number, signal: AbortSignal): Promise<number> => {
     const page = await read({ ...filters, since }, FRESH_ROWS, signal);
     setNames(page);
-    change((old) => ({ next: page.next, rows: join(old.rows, old.more ? page.rows.filter((row) => isBefore(row, old.rows.at(-1)!)) : page.rows) }));
-    if (page.rows.length === FRESH_ROWS) await fresh(page.next, signal);
+    change((old) => {
+      const rows = join(old.rows, old.more ? page.rows.filter((row) => isBefore(row, old.rows.at(-1)!)) : page.rows);
+      const kept = follows.current ? newest(rows) : rows;
+      return { rows: kept, begin: old.begin && kept.length === rows.length, error: null };
+    });
+    return page.rows.length === FRESH_ROWS ? fresh(page.next, signal) : page.next;
   };
 
-  // Loads the first page of a query, and the new rows whenever the table grows.
+  // Loads the first page of a query, and the new rows whenever the table grows. A read that takes longer than the table needs to
+  // grow goes on.
+  const reader = useRef<Reader>(null);
   useEffect(() => {
     const abort = new AbortController();
-    (current && !current.error ? fresh(current.next, abort.signal) : first(abort.signal)).catch(
-      (error: Error) => error.name !== "AbortError" && setState((old) => ({ query, rows: old?.query === query ? old.rows : [], next: 0, begin: true, more: false, error })),
-    );
+    let next: number | null = null;
+    const load = async () => {
+      try {
+        next = await (next === null ? first(abort.signal) : fresh(next, abort.signal));
+      } catch (error) {
+        if (abort.signal.aborted) return false;
+        setState((old) => (old?.query === query ? { ...old, error: error as Error } : { query, rows: [], begin: true, more: false, error: error as Error }));
+        return mayPass(error);
+      }
+    };
+    reader.current = new Reader(load, () => !abort.signal.aborted);
     return () => abort.abort();
-  }, [run, query, version]);
+  }, [run, query]);
+  useEffect(() => void reader.current?.want(version), [run, query, version]);
 
   const once = (start: () => Promise<void>) => {
     if (busy.current) return;
@@ -118,6 +134,7 @@ export function Logs() {
   });
   const [atEnd, setAtEnd] = useState(true);
   const follow = params.at === undefined && atEnd;
+  follows.current = follow;
   useEffect(() => {
     if (follow && lines.length) rows.scrollToIndex(lines.length - 1, { align: "end" });
   }, [lines.length, shown?.query, follow]);

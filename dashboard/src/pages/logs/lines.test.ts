@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { LogLine } from "../../types";
-import { FOLDED_LINES, fold, join } from "./lines";
+import { FOLDED_LINES, fold, join, newest } from "./lines";
 
 const row = (n: number): LogLine => ({ row: n, attempt: 1, time: n, level: "INFO", component: "driver", message: `m${n}`, process: 1, place: null, source: null });
 
@@ -22,4 +22,9 @@ test("a long traceback keeps its last lines", () => {
   expect(head.split("\n").length + 4).toBe(FOLDED_LINES);
   expect(hidden).toBe(100 - FOLDED_LINES);
   expect(tail.endsWith("line 99")).toBe(true);
+});
+
+test("a page that follows a run keeps the newest lines", () => {
+  expect(newest([1, 2, 3, 4], 4)).toEqual([1, 2, 3, 4]);
+  expect(newest([1, 2, 3, 4, 5], 4)).toEqual([4, 5]);
 });

@@ -14,6 +14,12 @@ export function join(old: readonly LogLine[], fresh: readonly LogLine[]): LogLin
   return [...byRow.values()].sort((a, b) => (isBefore(a, b) ? -1 : 1));
 }
 
+/** Most lines of a page that follows a run for days. */
+const MOST_ROWS = 20_000;
+
+/** Returns the rows, or the newest half of those that a page may have. */
+export const newest = <Row>(rows: Row[], most = MOST_ROWS): Row[] => (rows.length > most ? rows.slice(-most / 2) : rows);
+
 /** Lines of a message that are shown before a traceback is unfolded. */
 export const FOLDED_LINES = 24;
 
