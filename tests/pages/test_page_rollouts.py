@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
-from tests.pages.page_visit import Visit, groups_of
+from playwright.sync_api import Browser, Locator, Page, expect
+from tests.browser import DashboardProcess
+from tests.pages.page_visit import Visit, groups_of, visit
 from tests.pages.test_every_page import findings
 
 from telescope.record.reader import Run
@@ -47,6 +48,17 @@ def test_siblings_stay_in_their_place_and_folds_stay_when_the_answer_changes(vis
     expect(conversation(page).locator("button.fb[aria-expanded=true]")).to_have_count(0)
     page.keyboard.press("z")
     expect(conversation(page).locator("button.fb[aria-expanded=false]")).to_have_count(0)
+
+
+def test_a_tall_window_has_every_answer_of_the_list_also_after_a_failed_read(
+    browser: Browser, dashboard: DashboardProcess
+):
+    with visit(browser, dashboard.address, viewport={"width": 1280, "height": 4000}) as opened:
+        opened.page.route("**/samples?*offset=100*", lambda route: route.fulfill(status=503, body="{}"), times=1)
+        page = opened.open("first/rollouts", {"list": "answers"})
+        rows = page.get_by_role("listbox", name="Answers of all steps").locator(".ar")
+        expect(rows.nth(150)).to_be_attached()
+        expect(rows.filter(has_text=re.compile("^…$"))).to_have_count(0)
 
 
 def test_enter_opens_the_first_hit_of_a_search_at_its_match(visitor: Visit):

@@ -1,8 +1,10 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { useEffect, useRef, useState } from "react";
-import { get, type Query } from "../../api";
+import { range } from "d3-array";
+import { useEffect, useRef } from "react";
+import { address, type Query } from "../../api";
 import { count, number } from "../../format";
 import { inLine } from "./conversation";
+import { useResources } from "../../state/resource";
 import { Plain } from "../../text/SafeText";
 import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
 import type { Value } from "../../types";
@@ -72,34 +74,17 @@ interface AnswerListProps {
 export function AnswerList({ path, query, version, first, sort, search, sample, scaleOf, filling, onSelect, onRows }: AnswerListProps) {
   const box = useRef<HTMLDivElement>(null);
   const key = JSON.stringify(query);
-  const [pages, setPages] = useState<{ key: string; rows: Map<number, SampleRow[]> }>({ key, rows: new Map() });
-  const asked = useRef(new Set<string>());
   const total = first?.total ?? 0;
   const height = search ? HIT : ROW;
   const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 8 });
   useEffect(() => rows.measure(), [height]);
   useEffect(() => void box.current?.scrollTo(0, 0), [key]); // which returns a promise in newer browsers
   const items = rows.getVirtualItems();
-  const rowAt = (index: number): SampleRow | undefined => {
-    const page = Math.floor(index / PAGE_ROWS);
-    if (page === 0) return first?.rows[index];
-    return pages.key === key ? pages.rows.get(page)?.[index % PAGE_ROWS] : undefined;
-  };
-  const needed = [...new Set([items[0]?.index ?? 0, items.at(-1)?.index ?? 0].map((index) => Math.floor(index / PAGE_ROWS)))].filter((page) => page > 0).join();
-  useEffect(() => {
-    for (const page of needed.split(",").filter(Boolean).map(Number)) {
-      const id = `${key}/${version}/${page}`;
-      if (asked.current.has(id)) continue;
-      asked.current.add(id);
-      void get<SamplePage>(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS, facets: false })
-        .then((answer) => setPages((old) => ({ key, rows: new Map(old.key === key ? old.rows : []).set(page, answer.rows) })))
-        .catch(() => asked.current.delete(id));
-    }
-  }, [needed, key, version, path]);
-  useEffect(() => {
-    const known = items.map((item) => rowAt(item.index)).filter((row): row is SampleRow => row !== undefined);
-    onRows(known);
-  }, [first, pages, items[0]?.index, items.at(-1)?.index]);
+  const pageOf = (index: number | undefined) => Math.floor((index ?? 0) / PAGE_ROWS);
+  const pages = range(Math.max(1, pageOf(items[0]?.index)), pageOf(items.at(-1)?.index) + 1);
+  const read = useResources<SamplePage>(pages.map((page) => address(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS, facets: false })), pages.map(() => version));
+  const rowAt = (index: number): SampleRow | undefined => (index < PAGE_ROWS ? first : read[pages.indexOf(pageOf(index))]?.data)?.rows[index % PAGE_ROWS];
+  useEffect(() => void onRows(items.flatMap((item) => rowAt(item.index) ?? [])));
   useEffect(() => {
     const at = items.find((item) => rowAt(item.index)?.sample_id === sample)?.index;
     // At the top, the first row is in view: a new filter need not wait for the layout.

@@ -250,7 +250,7 @@ export function Rollouts() {
         ) : list === "groups" ? (
           <GroupList groups={all} scaleOf={scaleOf} filling={filling} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
         ) : (
-          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={listed} sort={sort} search={params.search ?? ""} sample={selected} scaleOf={scaleOf} filling={filling} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
+          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={listed} sort={sort} search={params.search ?? ""} sample={selected} scaleOf={scaleOf} filling={filling} onSelect={selectRow} onRows={(known) => void (rows.current = known)} />
         )}
       </section>
       {params.prompt ? (
