@@ -180,3 +180,16 @@ def test_copy_link_copies_the_address(visitor: Visit):
     page.get_by_role("button", name="Copy link").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("() => navigator.clipboard.readText()") == page.url
+
+
+def test_a_link_is_copied_also_where_the_browser_has_no_clipboard(visitor: Visit):
+    # As for a page of another machine without https.
+    visitor.page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page = visitor.open("first/logs")
+    link = page.url
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    search = page.get_by_role("searchbox", name="Search all lines")
+    search.focus()
+    page.keyboard.press("Control+v")
+    expect(search).to_have_value(link)

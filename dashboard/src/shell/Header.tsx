@@ -1,6 +1,6 @@
 /** Mark, run, state, pages and tools: the same on every page. */
 
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useRef } from "react";
 import { runPath } from "../api";
 import { embedded } from "../embedded";
 import { moment, statusClass, statusWord } from "../format";
@@ -9,6 +9,7 @@ import { useBehind } from "../state/live";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
+import { CopyButton } from "./CopyButton";
 import type { Opened } from "./Palette";
 import { visible } from "../text/hostile";
 
@@ -74,7 +75,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
                 Export
               </a>
             )}
-            <CopyLink />
+            <CopyButton className="wide" title="Copy link" text={() => location.href} />
           </>
         )}
         <ThemeButton />
@@ -87,20 +88,6 @@ export function Header({ open }: { open: (what: Opened) => void }) {
         </button>
       </div>
     </header>
-  );
-}
-
-function CopyLink() {
-  const [copied, setCopied] = useState(false);
-  const copy = async () => {
-    await navigator.clipboard.writeText(location.href);
-    setCopied(true);
-    setTimeout(() => setCopied(false), 1500);
-  };
-  return (
-    <button className="wide" onClick={() => void copy()} aria-live="polite">
-      {copied ? "Copied" : "Copy link"}
-    </button>
   );
 }
 

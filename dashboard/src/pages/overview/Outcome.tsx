@@ -1,8 +1,8 @@
 /** Shows the outcome of a run: each eval from its first to its newest result, and the best checkpoint with the commands that use it. */
 
-import { useState } from "react";
 import { embedded } from "../../embedded";
 import { number, percent, signed, unbroken } from "../../format";
+import { CopyButton } from "../../shell/CopyButton";
 import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
 import type { RunInfo, Sentence, StepColumns } from "../../types";
@@ -84,32 +84,15 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
         {best && !measured && curve && <span className="f">, not measured</span>}
       </p>
       {command ? (
-        <Copied text={command.text} />
+        <span className="cmd">
+          <code className="m" title={visible(command.text)}>
+            {visible(command.text)}
+          </code>
+          <CopyButton className="btn" title="Copy" label={`Copy ${visible(command.text)}`} text={() => command.text} />
+        </span>
       ) : (
         <span className="s d">{embedded ? "This file has no checkpoints." : best ? "Its files are not in the run directory." : live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set."}</span>
       )}
     </div>
-  );
-}
-
-const COPIED_MS = 1500;
-
-/** A command, and a button that copies it. */
-function Copied({ text }: { text: string }) {
-  const [copied, setCopied] = useState(false);
-  const copy = async () => {
-    await navigator.clipboard.writeText(text);
-    setCopied(true);
-    setTimeout(() => setCopied(false), COPIED_MS);
-  };
-  return (
-    <span className="cmd">
-      <code className="m" title={visible(text)}>
-        {visible(text)}
-      </code>
-      <button className="btn" onClick={() => void copy()} aria-live="polite" aria-label={copied ? "Copied" : `Copy ${visible(text)}`}>
-        {copied ? "Copied" : "Copy"}
-      </button>
-    </span>
   );
 }
