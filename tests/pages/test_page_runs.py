@@ -8,10 +8,12 @@ import struct
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
+from tests.browser import DashboardProcess
 from tests.pages.conftest import NUM_STEPS
 from tests.pages.page_text import numbers
-from tests.pages.page_visit import Visit
+from tests.pages.page_visit import Visit, visit
+from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
 
@@ -113,3 +115,22 @@ def test_runs_are_plotted_saved_and_searched_by_their_fields(visitor: Visit, run
     page.get_by_role("button", name="learning_rate", exact=True).click()
     page.wait_for_url("**search=learning_rate*")
     expect(page.get_by_role("checkbox", name="Choose first")).to_be_visible()
+
+
+def test_a_run_that_began_later_can_be_compared_and_its_settings_are_known(browser: Browser, tmp_path: Path):
+    for name in ("one", "same"):
+        write_run(tmp_path / name, "grpo")
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+        page = opened.open("one/metrics")
+        runs = page.context.new_page()
+        runs.goto(f"{opened.address}/#/")
+        expect(runs.get_by_role("row", name="one")).to_be_visible()
+        write_run(tmp_path / "two", "rloo")
+        expect(runs.get_by_role("row", name="two")).to_be_visible()
+        page.evaluate("() => { const now = Date.now; Date.now = () => now() + 60_000; }")
+        page.get_by_role("button", name="Compare").click()
+        expect(page.get_by_role("dialog").get_by_role("checkbox")).to_have_count(2)
+        # As a page that is seen again, which need not wait for its interval.
+        runs.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        runs.get_by_role("button", name="Columns").click()
+        expect(runs.get_by_role("heading", name="Settings that differ")).to_be_visible()

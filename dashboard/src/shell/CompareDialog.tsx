@@ -11,6 +11,14 @@ import { Dialog } from "./Dialog";
 import { visible } from "../text/hostile";
 
 export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {
+  return (
+    <Dialog opened={opened} close={close} title="Draw other runs over this one">
+      {opened && <Choice close={close} />}
+    </Dialog>
+  );
+}
+
+function Choice({ close }: { close: () => void }) {
   const place = usePlace();
   const others = useOthers();
   const runs = useRuns().data?.runs ?? [];
@@ -21,7 +29,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
   const shown = runs.filter((run) => offered(run) && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
   const toggle = (id: string) => setOthers(others.includes(id) ? others.filter((other) => other !== id) : [...others, id]);
   return (
-    <Dialog opened={opened} close={close} title="Draw other runs over this one">
+    <>
       <input className="field" type="search" placeholder="Filter runs" aria-label="Filter runs" value={text} onChange={(event) => setText(event.target.value)} />
       <ul className="choose">
         {shown.map((run) => {
@@ -50,6 +58,6 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
           </a>
         </p>
       )}
-    </Dialog>
+    </>
   );
 }

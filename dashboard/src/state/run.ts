@@ -7,14 +7,14 @@ import { named, useLabels } from "./labels";
 import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
 import { read, type Resource, useKept, useResource, useResources } from "./resource";
 import { readSteps } from "./steps";
-import { useTick } from "./timing";
+import { useOpened, useTick } from "./timing";
 import { usePlace } from "./url";
 
 /** How often the page of runs looks for news. An unchanged list is not sent again. */
 const FOLLOW_MS = 3000;
 
 export function useRuns(): Resource<Runs> {
-  return useNamed(useResource<Runs>("/api/runs"));
+  return useNamed(useResource<Runs>("/api/runs", {}, useOpened()));
 }
 
 /** Returns a list of runs under the names that the user gave them. */

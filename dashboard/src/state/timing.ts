@@ -18,6 +18,11 @@ export function useTick(ms: number, active = true): number {
   return tick;
 }
 
+const OPENED_MS = 30_000;
+
+/** Returns a version for what no event tells about: a component that is opened reads it again, twice a minute at most. */
+export const useOpened = (): number => useState(() => Math.floor(Date.now() / OPENED_MS))[0];
+
 /** Returns the newest value, at most once per `ms`. */
 export function useThrottled<T>(value: T, ms: number): T {
   const [shown, setShown] = useState(value);

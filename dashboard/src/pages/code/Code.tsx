@@ -5,8 +5,10 @@ import { runPath } from "../../api";
 import { count } from "../../format";
 import { Failure, Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
+import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
+import { useOpened } from "../../state/timing";
 import { setParams, useOthers, useParam } from "../../state/url";
 import type { Code as CodeState, CodeDifference, CodeFile } from "../../types";
 import { hunkRows, parseGitDiff } from "./diff";
@@ -23,9 +25,9 @@ export function Code() {
   const others = useOthers();
   const [attempt] = useParam("attempt");
   const [against] = useParam("against", others[0] ?? "");
-  const code = useResource<CodeState>(runPath(run, "code"), { attempt });
-  const difference = useResource<CodeDifference>(against ? runPath(run, "code", "diff") : null, { against });
-  if (code.error) return <Failure error={code.error} />;
+  const code = useResource<CodeState>(runPath(run, "code"), { attempt }, useVersion(run, "attempts"));
+  const difference = useResource<CodeDifference>(against ? runPath(run, "code", "diff") : null, { against }, useOpened());
+  if (code.error && !code.data) return <Failure error={code.error} />;
   if (!code.data) return null;
   if (code.data.attempt === null)
     return <Quiet title="The record has no code of this run." text="A run keeps its sources, its commit and its uncommitted changes at each start. Older versions did not, and a run whose folder was copied may lack them." />;

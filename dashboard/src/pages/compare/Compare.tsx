@@ -6,6 +6,7 @@ import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
 import { comparedRows } from "../../state/settings";
 import { useRunColors } from "../../state/colors";
+import { useOpened } from "../../state/timing";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Comparison, Start } from "../../types";
 import { visible } from "../../text/hostile";
@@ -16,7 +17,7 @@ export function Compare() {
   const others = useOthers();
   const ids = [run, ...others];
   const [all] = useParam("equal");
-  const { data, error } = useResource<Comparison>(others.length ? "/api/compare" : null, { runs: ids.join(","), equal: all === "1" || null });
+  const { data, error } = useResource<Comparison>(others.length ? "/api/compare" : null, { runs: ids.join(","), equal: all === "1" || null }, useOpened());
   if (others.length === 0) return <Quiet title="Compare with which run?" text="Choose other runs with Compare in the header; their config and code stand here side by side." />;
   if (error && !data) return <Failure error={error} />;
   if (!data) return null;
@@ -39,7 +40,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
   const colors = useRunColors();
   const ids = data.runs;
   const settings = data.config
-    .filter((row) => row.key.includes(search.trim()))
+    .filter((row) => row.key.toLowerCase().includes(search.trim().toLowerCase()))
     .sort((a, b) => Number(a.bookkeeping) - Number(b.bookkeeping) || a.key.localeCompare(b.key))
     .flatMap((row) => comparedRows(row.key, row.values, all))
     .map(([name, values]): Row => ({ name, values: values.map(setting), mono: true }));

@@ -6,6 +6,7 @@ import { count, moment, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns, useStatus } from "../../state/run";
 import { comparedRows, settingRows } from "../../state/settings";
+import { useOpened } from "../../state/timing";
 import { elsewhere, format, useOthers, useParam, usePlace } from "../../state/url";
 import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 import { Alerts } from "./Alerts";
@@ -47,7 +48,7 @@ function Config({ info }: { info: RunInfo }) {
   const [search, setSearch] = useParam("setting");
   const names = tab === "all" ? Object.keys(info.config) : info.user_set;
   const rows = [...names].sort().flatMap((name) => settingRows(name, info.config[name]));
-  const shown = rows.filter(([name]) => tab !== "all" || name.includes(search.trim()));
+  const shown = rows.filter(([name]) => tab !== "all" || name.toLowerCase().includes(search.trim().toLowerCase()));
   const place = useRef<HTMLElement>(null);
   useEffect(() => {
     if (search) place.current?.scrollIntoView({ block: "nearest" });
@@ -98,7 +99,7 @@ function Differences({ run }: { run: string }) {
   const rest = all.filter((other) => other.id !== run);
   const [chosen, setChosen] = useParam("against", others[0] ?? rest[0]?.id ?? "");
   const place = usePlace();
-  const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: `${chosen},${run}` });
+  const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: `${chosen},${run}` }, useOpened());
   if (rest.length === 0) return <p className="f">There is no other run here.</p>;
   return (
     <>

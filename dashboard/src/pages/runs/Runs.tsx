@@ -14,6 +14,7 @@ import { useResource } from "../../state/resource";
 import { useLabels } from "../../state/labels";
 import { useLiveRuns } from "../../state/run";
 import { useTags } from "../../state/tags";
+import { useTick } from "../../state/timing";
 import { useRunColors } from "../../state/colors";
 import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type Sortable } from "../../state/groups";
 import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
@@ -29,6 +30,8 @@ import "./runs.css";
 
 const ROW = 32;
 const NO_FIELDS: Field[] = [];
+/** How often the page looks for fields of new runs. */
+const FIELDS_MS = 30_000;
 /** Settings that the menu of groups offers. */
 const MOST_OFFERED = 12;
 
@@ -42,7 +45,7 @@ export function Runs() {
   const { ids } = useColumns();
   const terms = useMemo(() => parseFilter(search), [search]);
   const named = [...terms.flatMap((term) => (term.field ? [term.field] : [])), ...groupFields(grouping)];
-  const known = useResource<Field[]>("/api/fields").data ?? NO_FIELDS;
+  const known = useResource<Field[]>("/api/fields", {}, useTick(FIELDS_MS)).data ?? NO_FIELDS;
   const plotted = usePlotFields(known);
   const fields = serverFields([...ids, ...plotted, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
   const runs = useLiveRuns(fields);
@@ -175,7 +178,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
         )}
         <ViewChoice />
         <ProjectsButton open={openProjects} />
-        <Grouping grouping={grouping} />
+        <Grouping grouping={grouping} known={known} />
         <button className="btn" onClick={() => setOpened("columns")}>
           Columns
         </button>
@@ -310,7 +313,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
         {found.length === 0 && <p className="none d">No run fits “{search}”.</p>}
         <Problems problems={list.problems} />
       </div>
-      <ColumnChooser ids={ids} tagColumn={tagColumn} opened={opened === "columns"} close={() => setOpened(null)} />
+      <ColumnChooser ids={ids} known={known} tagColumn={tagColumn} opened={opened === "columns"} close={() => setOpened(null)} />
       {opened === "name" && single && <RenameDialog run={single} close={() => setOpened(null)} />}
       <TagDialog runs={chosenRuns} all={all} opened={opened === "tags"} close={() => setOpened(null)} />
     </div>
@@ -410,9 +413,8 @@ function Unknown({ terms, known }: { terms: string; known: Field[] }) {
   );
 }
 
-function Grouping({ grouping }: { grouping: string }) {
-  const fields = useResource<Field[]>("/api/fields").data ?? [];
-  const differing = fields.filter((field) => field.name.startsWith("config.") && field.values > 1 && field.values < field.runs);
+function Grouping({ grouping, known }: { grouping: string; known: Field[] }) {
+  const differing = known.filter((field) => field.name.startsWith("config.") && field.values > 1 && field.values < field.runs);
   const set = (group: string | null) => setParams({ group });
   const title = grouping === "" ? "none" : grouping === SEEDS ? "seeds" : grouping.replaceAll("config.", "").replaceAll(",", ", ");
   const parts = groupFields(grouping);
@@ -435,10 +437,9 @@ function Grouping({ grouping }: { grouping: string }) {
   );
 }
 
-function ColumnChooser({ ids, tagColumn, opened, close }: { ids: string[]; tagColumn: Column; opened: boolean; close: () => void }) {
+function ColumnChooser({ ids, known, tagColumn, opened, close }: { ids: string[]; known: Field[]; tagColumn: Column; opened: boolean; close: () => void }) {
   const { choose } = useColumns();
-  const fields = useResource<Field[]>(opened ? "/api/fields" : null).data;
-  const options = useMemo(() => columnOptions(fields ?? [], tagColumn), [fields, tagColumn]);
+  const options = useMemo(() => columnOptions(known, tagColumn), [known, tagColumn]);
   return <Chooser title="Columns" opened={opened} close={close} options={options} chosen={ids} onChange={choose} reset={() => choose(null)} />;
 }
 
