@@ -162,6 +162,14 @@ def test_compare_lists_only_settings_that_differ(client):
     assert every["num_differing"] == body["num_differing"] == 1
 
 
+def test_runs_with_a_comma_in_their_names_are_compared(tmp_path):
+    names = ["lr=1e-6,seed=1", "lr=1e-6,seed=2"]
+    for name in names:
+        write_run(tmp_path / name, "grpo")
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    assert client.get("/api/compare", params={"runs": names}).json()["runs"] == names
+
+
 def test_an_unknown_run_and_an_unknown_address_say_so(client):
     assert "no run 'nowhere'" in client.get("/api/runs/nowhere").json()["detail"]
     assert client.get("/api/nothing").status_code == 404

@@ -17,7 +17,7 @@ export function Compare() {
   const others = useOthers();
   const ids = [run, ...others];
   const [all] = useParam("equal");
-  const { data, error } = useResource<Comparison>(others.length ? "/api/compare" : null, { runs: ids.join(","), equal: all === "1" || null }, useOpened());
+  const { data, error } = useResource<Comparison>(others.length ? "/api/compare" : null, { runs: ids, equal: all === "1" || null }, useOpened());
   if (others.length === 0) return <Quiet title="Compare with which run?" text="Choose other runs with Compare in the header; their config and code stand here side by side." />;
   if (error && !data) return <Failure error={error} />;
   if (!data) return null;

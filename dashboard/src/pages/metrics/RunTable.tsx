@@ -28,7 +28,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const [grouping, setGrouping] = useParam("group");
   const [last, setLast] = useParam("last");
   const [, setBaseline] = useParam("baseline");
-  const comparison = useResource<Comparison>(others.length > 0 && runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => leavesOf(run)[0]!.id).join(",") }).data;
+  const comparison = useResource<Comparison>(others.length > 0 && runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => leavesOf(run)[0]!.id) }).data;
   if (others.length === 0) return null;
   const differing = (comparison?.config ?? []).filter((row) => !row.bookkeeping).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {

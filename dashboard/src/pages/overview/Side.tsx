@@ -99,7 +99,7 @@ function Differences({ run }: { run: string }) {
   const rest = all.filter((other) => other.id !== run);
   const [chosen, setChosen] = useParam("against", others[0] ?? rest[0]?.id ?? "");
   const place = usePlace();
-  const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: `${chosen},${run}` }, useOpened());
+  const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: [chosen, run] }, useOpened());
   if (rest.length === 0) return <p className="f">There is no other run here.</p>;
   return (
     <>

@@ -86,8 +86,12 @@ def export(request: Request, registry: Runs, run: str) -> Response:
 
 
 @router.get("/compare", response_model=models.Comparison, summary="Differences between runs")
-def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias="runs")], equal: bool = False) -> Reply:
-    return Reply(request, runs.compare(registry, [run for run in runs_.split(",") if run], equal=equal))
+def compare(
+    request: Request, registry: Runs, runs_: Annotated[list[str], Query(alias="runs")], equal: bool = False
+) -> Reply:
+    # A folder may have a comma in its name, so the pages repeat the parameter.
+    run_ids = runs_ if len(runs_) > 1 else [run for run in runs_[0].split(",") if run]
+    return Reply(request, runs.compare(registry, run_ids, equal=equal))
 
 
 @router.get("/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
