@@ -134,3 +134,24 @@ def test_a_run_that_began_later_can_be_compared_and_its_settings_are_known(brows
         runs.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         runs.get_by_role("button", name="Columns").click()
         expect(runs.get_by_role("heading", name="Settings that differ")).to_be_visible()
+
+
+def test_the_list_keeps_its_place_at_a_run_when_another_begins(browser: Browser, tmp_path: Path):
+    for name in ("one", "same"):
+        write_run(tmp_path / name, "grpo")
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+        page = opened.open("", {"view": "of an older version"})
+        page.keyboard.press("j")
+        first = page.locator("tr.at").inner_text().split()[0]
+        write_run(tmp_path / "new", "rloo")
+        expect(page.get_by_role("row", name="new")).to_be_visible()
+        expect(page.locator("tr.at")).to_contain_text(first)
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"**/#/{first}/overview**")
+
+
+def test_the_start_of_runs_is_a_date_on_an_axis(visitor: Visit):
+    page = visitor.open("", {"view": "scatter", "x": "started_at"})
+    plot = page.get_by_role("group", name="by started")
+    expect(plot.locator("text").filter(has_text=re.compile(r"\d\d:\d\d$")).first).to_be_visible()
+    expect(plot.locator("text").filter(has_text=re.compile(r"^\d{6}"))).to_have_count(0)

@@ -104,7 +104,7 @@ export function saveLayout(layouts: Layout[], layout: Layout): Layout[] {
 }
 
 export function useLayouts() {
-  const { value, change } = useDocument<unknown>("layouts");
+  const { value, change, error } = useDocument<unknown>("layouts");
   const { layouts } = useMemo(() => parseKept(value), [value]);
   const keep = (next: (old: Kept) => Partial<Kept>) =>
     change((old) => {
@@ -113,6 +113,7 @@ export function useLayouts() {
     });
   return {
     layouts,
+    error,
     save: (layout: Layout) => keep((old) => ({ layouts: saveLayout(old.layouts, layout) })),
     remove: (name: string) => keep((old) => ({ layouts: old.layouts.filter((layout) => layout.name !== name) })),
   };

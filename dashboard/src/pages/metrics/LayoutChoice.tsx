@@ -39,7 +39,7 @@ export function useLayout(names: string[]) {
 const titleOf = (name: string): string => (name === MAIN ? "Main" : name === ALL ? "All metrics" : name);
 
 export function LayoutChoice({ layout, edited, choose }: { layout: Layout; edited: boolean; choose: (name: string) => void }) {
-  const { layouts, save, remove } = useLayouts();
+  const { layouts, save, remove, error } = useLayouts();
   const own = layouts.some((other) => other.name === layout.name);
   const [naming, setNaming] = useState<string | null>(null);
   const keep = (name: string) => {
@@ -78,6 +78,7 @@ export function LayoutChoice({ layout, edited, choose }: { layout: Layout; edite
           ...(own ? [{ title: `Delete “${layout.name}”`, run: () => (remove(layout.name), choose(MAIN)) }] : []),
         ]}
       />
+      {error && <span className="w">{error.message}</span>}
       {edited && (
         <button className="btn" onClick={() => (own ? keep(layout.name) : setNaming(""))}>
           Save

@@ -14,6 +14,12 @@ const VIEWS: [string, string][] = [
 ];
 const FIRST_AXES = 6;
 
+/** Returns the view that the address names: the table for any other name. */
+export function useView(): string {
+  const [view] = useParam("view", "table");
+  return VIEWS.some(([name]) => name === view) ? view : "table";
+}
+
 /** Returns the fields of the chosen plot: x and y, or all axes with the outcome last. Empty for the table. */
 export function usePlotFields(fields: Field[]): string[] {
   const { params } = usePlace();
@@ -22,13 +28,15 @@ export function usePlotFields(fields: Field[]): string[] {
     const differing = differingSettings(fields);
     const main = fields.some((field) => field.name.startsWith("eval.")) ? "heldout" : "reward";
     if (view === "scatter") return [x ?? differing[0] ?? "steps", y ?? main];
-    if (view === "parallel") return [...(axes === undefined ? differing.slice(0, FIRST_AXES) : axes.split(",").filter(Boolean).map(decode)), outcome ?? main];
+    const last = outcome ?? main;
+    if (view === "parallel") return [...(axes === undefined ? differing.slice(0, FIRST_AXES) : axes.split(",").filter(Boolean).map(decode)).filter((id) => id !== last), last];
     return [];
   }, [fields, view, x, y, axes, outcome]);
 }
 
 export function ViewChoice() {
-  const [view, setView] = useParam("view", "table");
+  const view = useView();
+  const [, setView] = useParam("view", "table");
   return (
     <span className="seg" role="group" aria-label="View">
       {VIEWS.map(([name, title]) => (
@@ -49,7 +57,7 @@ interface PlotViewProps {
 }
 
 export function PlotView({ runs, fields, tagColumn, colorOf, hrefOf }: PlotViewProps) {
-  const [view] = useParam("view", "table");
+  const view = useView();
   const ids = usePlotFields(fields);
   const columns = useMemo(() => columnsOf(ids, tagColumn), [ids, tagColumn]);
   const options = useMemo(() => columnOptions(fields, tagColumn), [fields, tagColumn]);

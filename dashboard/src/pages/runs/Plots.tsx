@@ -77,7 +77,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
         return (
           <svg width={width} height={height} role="group" aria-label={`${y.title} by ${x.title}`}>
             {up.ticks.map((tick) => (
-              <g key={tick.text}>
+              <g key={tick.at}>
                 <line x1={left} x2={width - EDGE} y1={Y(tick.at)} y2={Y(tick.at)} />
                 <text x={left - 8} y={Y(tick.at) + 4} textAnchor="end">
                   {short(tick.text)}
@@ -86,7 +86,7 @@ export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: 
             ))}
             <line className="base" x1={left} x2={width - EDGE} y1={Y(0)} y2={Y(0)} />
             {across.ticks.map((tick) => (
-              <text key={tick.text} x={X(tick.at)} y={height - BELOW + 18} textAnchor="middle">
+              <text key={tick.at} x={X(tick.at)} y={height - BELOW + 18} textAnchor="middle">
                 {short(tick.text)}
               </text>
             ))}
@@ -186,7 +186,7 @@ function Coordinate({ x, y, axis, title, letters, isLast }: { x: number; y: (pla
         {isLast ? <tspan fontWeight={600}>{cut(title)}</tspan> : cut(title)}
       </text>
       {axis.ticks.map((tick) => (
-        <text key={tick.text} className="name" x={x + 6} y={y(tick.at) + 4}>
+        <text key={tick.at} className="name" x={x + 6} y={y(tick.at) + 4}>
           {cut(tick.text)}
         </text>
       ))}

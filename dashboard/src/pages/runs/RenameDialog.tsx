@@ -6,7 +6,7 @@ import { useLabels } from "../../state/labels";
 import type { RunRow } from "../../types";
 
 export function RenameDialog({ run, close }: { run: RunRow; close: () => void }) {
-  const { rename, error } = useLabels();
+  const { rename } = useLabels();
   const [name, setName] = useState(run.name);
   const keep = (next: string) => {
     rename(run, next);
@@ -29,7 +29,6 @@ export function RenameDialog({ run, close }: { run: RunRow; close: () => void })
           Its own name
         </button>
       </form>
-      {error && <p className="w">{error.message}</p>}
       <p className="f s">All pages show this name to you. The run itself does not change.</p>
     </Dialog>
   );

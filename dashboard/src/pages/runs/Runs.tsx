@@ -20,8 +20,8 @@ import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type
 import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, fromBaseline, runsCsv, serverFields, shown } from "./columns";
-import { fieldName, matches, parseFilter, toggleTerm, unknownFields, valueOf } from "./filter";
-import { PlotView, usePlotFields, ViewChoice } from "./PlotView";
+import { fieldName, matches, parseFilter, renameField, toggleTerm, unknownFields, valueOf } from "./filter";
+import { PlotView, usePlotFields, useView, ViewChoice } from "./PlotView";
 import { ProjectsButton, ProjectsDialog } from "./Projects";
 import { RenameDialog } from "./RenameDialog";
 import { TagDialog } from "./TagDialog";
@@ -37,6 +37,8 @@ const MOST_OFFERED = 12;
 
 /** A line of the table. */
 type Line = { group: RunGroup; run?: undefined } | { run: RunRow; group?: RunGroup };
+
+const keyOf = (line: Line): string => (line.run ? line.run.id : line.group.key);
 
 export function Runs() {
   const [search] = useParam("search");
@@ -89,7 +91,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
   const [archived, setArchived] = useParam("archived");
   const numArchived = list.runs.filter(labels.isArchived).length;
   const all = useMemo(() => (archived ? list.runs : list.runs.filter((run) => !labels.isArchived(run))), [list, archived, labels]);
-  const [view] = useParam("view", "table");
+  const view = useView();
   const [baselineId, setBaseline] = useParam("baseline");
   const baseline = list.runs.find((run) => run.id === baselineId);
   const place = usePlace();
@@ -101,7 +103,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
   const [folds, setUnfolded] = useListParam("open");
   const unfolded = useMemo(() => new Set(folds), [folds]);
   const colors = useRunColors();
-  const [at, setAt] = useState(-1);
+  const [pointed, point] = useState<string | null>(null);
   const body = useRef<HTMLDivElement>(null);
   const tags = useTags();
   const tagColumn = useTagColumn(tags.of);
@@ -115,7 +117,9 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
     [found, sort, grouping, columns, unfolded, tags],
   );
   const virtual = useVirtualizer({ count: lines.length, getScrollElement: () => body.current, estimateSize: () => ROW, overscan: 12 });
-  useEffect(() => setAt(-1), [search, sort, grouping]);
+  useEffect(() => point(null), [search, sort, grouping]);
+  // Not by its place, which changes when a run begins.
+  const at = lines.findIndex((line) => keyOf(line) === pointed);
 
   const here = new Set(all.map((run) => run.id));
   const picked = chosen.filter((id) => here.has(id));
@@ -141,7 +145,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
   const isPicked = (line: Line) => membersOf(line).every((run) => picked.includes(run.id));
   const move = (by: number) => {
     const next = Math.min(Math.max(0, at + by), lines.length - 1);
-    setAt(next);
+    point(lines[next] ? keyOf(lines[next]) : null);
     virtual.scrollToIndex(next);
   };
   const open = (line: Line | undefined) => line && (line.run ? go(link(line.run.id)) : fold(line.group.key));
@@ -169,6 +173,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
           {count(all.length)} {all.length === 1 ? "run" : "runs"}
           {live > 0 ? `, ${count(live)} training now` : ""}
           {lost && <span className="w">, the server does not answer</span>}
+          {labels.error && <span className="w">, {labels.error.message}</span>}
         </span>
         <span className="grow" />
         {numArchived > 0 && (
@@ -260,7 +265,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
               const name = run ? visible(run.name) : `${group!.runs.length} runs of ${groupTitle(group!, grouping)}`;
               return (
                 <tr
-                  key={run ? run.id : group!.key}
+                  key={keyOf(line)}
                   className={[item.index === at ? "at" : "", run ? (group ? "member" : "") : "group"].join(" ")}
                   onClick={(event) => !(event.target as Element).closest("input, a, button") && open(line)}
                 >
@@ -330,7 +335,7 @@ function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column
   if (!grouping) return sorted.map((run) => ({ run }));
   const key = (group: RunGroup): Sortable => {
     const values = group.runs.map(by.value);
-    return by.write ? (meanOf(values as (number | null)[])?.mean ?? null) : (values[0] ?? null);
+    return by.averaged ? (meanOf(values as (number | null)[])?.mean ?? null) : (values[0] ?? null);
   };
   const groups = groupRuns(sorted, groupFields(grouping), value);
   const lines = (group: RunGroup): Line[] => {
@@ -402,7 +407,7 @@ function Unknown({ terms, known }: { terms: string; known: Field[] }) {
           No field named {visible(field)}
           {meant === null ? "." : "; did you mean "}
           {meant !== null && (
-            <button className="link" onClick={() => setParams({ search: terms.replace(field, meant) })}>
+            <button className="link" onClick={() => setParams({ search: renameField(terms, field, meant) })}>
               {meant}
             </button>
           )}

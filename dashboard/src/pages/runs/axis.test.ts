@@ -1,5 +1,7 @@
 import { expect, test } from "vitest";
+import { moment } from "../../format";
 import { axisOf } from "./axis";
+import { columnsOf } from "./columns";
 
 const texts = (values: (number | string | null)[]) => axisOf(values, String).ticks.map((tick) => tick.text);
 
@@ -29,4 +31,10 @@ test("names, and numbers among them, are places beside each other, and no value 
 
 test("one value is in the middle", () => {
   expect(axisOf([7], String).place(7)).toBeCloseTo(0.5);
+});
+
+test("a start is a date on an axis too, and has no mean", () => {
+  const [column] = columnsOf(["started_at"], { id: "tags", title: "", right: false, value: () => null, show: () => null });
+  expect(column!.write!(1_764_000_000)).toBe(moment(1_764_000_000));
+  expect(column!.averaged).toBe(false);
 });

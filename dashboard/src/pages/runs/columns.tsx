@@ -20,8 +20,10 @@ export interface Column {
   right: boolean;
   value: (run: RunRow) => Sortable;
   show: (run: RunRow) => ReactNode;
-  /** Writes a mean of its values; without it, runs of a group have no mean. */
+  /** Writes one of its values, on an axis too. */
   write?: (value: number) => string;
+  /** Whether runs of a group have the mean of its values. */
+  averaged?: boolean;
   /** Formats a difference to the baseline. Only outcomes have it. */
   difference?: (value: number) => string;
   /** Shows it for several runs. */
@@ -46,6 +48,7 @@ const quantity = (id: string, title: string, value: (run: RunRow) => number | nu
     return known === null ? NONE : write(known);
   },
   write,
+  averaged: true,
 });
 
 const points = (share: number): string => signed(100 * share, 1);
@@ -110,7 +113,7 @@ const OWN: Column[] = [
   {
     ...quantity("started_at", "started", (run) => run.started_at, moment),
     right: false,
-    write: undefined,
+    averaged: false,
     together: (runs) => moment(Math.max(...runs.map((run) => run.started_at ?? 0)) || null),
   },
   quantity("duration", "took", (run) => run.duration, duration),
@@ -118,7 +121,7 @@ const OWN: Column[] = [
   { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), difference, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
   { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), difference: points, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
   quantity("gain", "gain, points", gain, points),
-  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), write: undefined, hint: "the existing checkpoint with the highest held-out accuracy" },
+  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), averaged: false, hint: "the existing checkpoint with the highest held-out accuracy" },
   { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
@@ -177,15 +180,16 @@ export function columnOptions(fields: Field[], tags: Column): Option[] {
 /** Returns what a column shows for several runs: their mean and 95 % interval, or what they share. */
 export function shown(column: Column, runs: RunRow[]): ReactNode {
   if (column.together) return column.together(runs);
-  if (column.write) {
+  const { averaged, write = setting } = column;
+  if (averaged) {
     const mean = meanOf(runs.map((run) => column.value(run) as number | null));
     if (mean === null) return NONE;
     const of = mean.n === runs.length ? `${mean.n} runs` : `${mean.n} of ${runs.length} runs`;
-    const title = mean.half === null ? `of ${of}` : `95 % interval of the mean: ${column.write(mean.mean - mean.half)} to ${column.write(mean.mean + mean.half)}, ${of}`;
+    const title = mean.half === null ? `of ${of}` : `95 % interval of the mean: ${write(mean.mean - mean.half)} to ${write(mean.mean + mean.half)}, ${of}`;
     return (
       <span title={title}>
-        {column.write(mean.mean)}
-        {mean.half !== null && mean.half > 1e-9 * Math.abs(mean.mean) && <span className="f"> ± {column.write(mean.half).replace(/^\+/, "")}</span>}
+        {write(mean.mean)}
+        {mean.half !== null && mean.half > 1e-9 * Math.abs(mean.mean) && <span className="f"> ± {write(mean.half).replace(/^\+/, "")}</span>}
       </span>
     );
   }

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { RunRow } from "../../types";
-import { fieldName, fits, matches, parseFilter, toggleTerm, unknownFields } from "./filter";
+import { fieldName, fits, matches, parseFilter, renameField, toggleTerm, unknownFields } from "./filter";
 
 const run = {
   id: "a~b", name: "grpo-s1", status: "finished", model: "models/Qwen3-4B", algorithm: "grpo", project: "math", environments: ["countdown", "wordle"],
@@ -86,4 +86,13 @@ test("a field that no run has is named with the one that was meant", () => {
     { field: "entropy", meant: "last.entropy" },
   ]);
   expect(unknown("zzzzzzzzzz=1")).toEqual([{ field: "zzzzzzzzzz", meant: null }]);
+});
+
+test("a field is renamed where it is one", () => {
+  expect(renameField("lr_sweep lr=1e-6 -lr", "lr", "learning_rate")).toBe("lr_sweep learning_rate=1e-6 -lr");
+});
+
+test("a field with the name of a part of every object is none of a run", () => {
+  expect(fieldName("__proto__")).toBe("config.__proto__");
+  expect(matches(run, parseFilter("constructor=1"), [])).toBe(false);
 });

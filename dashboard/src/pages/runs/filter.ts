@@ -53,7 +53,7 @@ export function parseFilter(text: string): Term[] {
 
 /** Returns the name under which the server knows a field: a setting unless it says otherwise; null for a field of every run. */
 export function fieldName(field: string): string | null {
-  if (field === "tag" || field in OWN) return null;
+  if (field === "tag" || Object.hasOwn(OWN, field)) return null;
   if (/^(config|last|eval)\./.test(field)) return field;
   return field.includes("/") ? `last.${field}` : `config.${field}`;
 }
@@ -94,6 +94,10 @@ export function toggleTerm(text: string, term: string): string {
   const parts = partsOf(text);
   return (parts.includes(term) ? parts.filter((part) => part !== term) : [...parts, term]).join(" ");
 }
+
+/** Returns the filter with another name for a field. */
+export const renameField = (text: string, field: string, name: string): string =>
+  partsOf(text).map((part) => (CONDITION.exec(part)?.[1] === field ? name + part.slice(field.length) : part)).join(" ");
 
 /** Returns the fields of a filter that no run has, each with the most similar known name, or null if none is similar. */
 export function unknownFields(terms: Term[], fields: string[]): { field: string; meant: string | null }[] {
