@@ -21,6 +21,7 @@ CANNOT_RUN = 126  # the exit code of shells for a command that they cannot start
 SIGKILL = 9  # importing the module signal takes some milliseconds
 LONGEST_ARGUMENT = 100_000  # in bytes; the kernel's limit is 128 KiB
 PIECE = 65536
+PIECES = 16  # as much as the largest pipe of a user holds
 MARK = b"TELESCOPE_COMMAND="
 LONGEST_WAIT_MS = 1000  # while commands run, orphans are reaped this often
 
@@ -34,8 +35,8 @@ class Stream:
         self.half, self.total, self.head, self.tail = limit // 2, 0, b"", b""
 
     def drain(self) -> bool:
-        """Reads what is available. Returns whether the end was reached."""
-        while True:
+        """Reads what is available, within limits. Returns whether the end was reached."""
+        for _ in range(PIECES):  # the writer may be faster
             try:
                 piece = posix.read(self.read_end, PIECE)
             except BlockingIOError:
@@ -45,7 +46,8 @@ class Stream:
             self.total += len(piece)
             room = self.half - len(self.head)
             self.head += piece[:room]
-            self.tail = (self.tail + piece[room:])[-self.half :]
+            self.tail = (self.tail + piece[room:])[-self.half :] if self.half else b""
+        return False
 
 
 class Command:

@@ -17,7 +17,6 @@ import math
 import os
 import py_compile
 import shutil
-import sys
 import tempfile
 import threading
 import uuid
@@ -40,7 +39,7 @@ from telescope.sandbox.base import (
 )
 from telescope.sandbox.cgroups import Cgroup, are_usable, remove_old
 from telescope.sandbox.errors import SandboxError, SandboxNotRunningError, SandboxSetupError
-from telescope.sandbox.local_sandbox import LocalSandbox, kill_marked, marked
+from telescope.sandbox.local_sandbox import PYTHON, LocalSandbox, kill_marked, marked
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +217,10 @@ class LocalSandboxProvider(SandboxProvider):
             raise UserError(
                 f"memory_mb={config.memory_mb} of a local sandbox is above this machine's {machine_mb}: lower it"
             )
-        python = Path(sys.base_prefix).resolve()
         shown, endpoint = _paths_of(config, "read_only"), _paths_of(config, "endpoint")
         user = None
         # Root could read every mounted file, and is exempt from the limit of processes.
-        if os.geteuid() == 0 and all(map(_is_open_to_all, (root, python, *shown, *(path.parent for path in endpoint)))):
+        if os.geteuid() == 0 and all(map(_is_open_to_all, (root, PYTHON, *shown, *(path.parent for path in endpoint)))):
             user = UNPRIVILEGED_USER
         command = [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000",
@@ -236,7 +234,7 @@ class LocalSandboxProvider(SandboxProvider):
                 command += ["--ro-bind", str(root / folder), f"/{folder}"]
         for file in SYSTEM_FILES:
             command += ["--ro-bind-try", str(root / file[1:]), file]
-        for path in [python, *shown]:
+        for path in [PYTHON, *shown]:
             if not path.is_relative_to("/usr"):
                 command += ["--ro-bind", str(path), str(path)]
         command += ["--proc", "/proc", "--remount-ro", "/proc"]  # its owner may write to some files, e.g. of /proc/sys
@@ -245,7 +243,7 @@ class LocalSandboxProvider(SandboxProvider):
         command += ["--chdir", WORKSPACE, "--clearenv"]
         threads = str(max(1, math.ceil(config.cpu)))
         variables = {
-            "PATH": f"{python}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": f"{PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": WORKSPACE, "USER": "sandbox", "LANG": "C.UTF-8", "TMPDIR": "/tmp", "OMP_NUM_THREADS": threads,
         }  # fmt: skip
         for path in endpoint:

@@ -172,6 +172,31 @@ def test_a_flood_of_output_costs_the_host_little_memory(run: Run):
     assert len(result.stderr) < MAX_OUTPUT_BYTES + 100
 
 
+def test_a_background_process_may_write_without_end(run: Run):
+    """Its output is read and dropped, and commands are answered in time."""
+    assert run("yes & sleep 0.5; echo started >&2").stderr == "started\n"
+    assert run("echo after", timeout=5).stdout == "after\n"
+    run("pkill yes")
+
+
+def test_python_may_be_named_by_a_link(tmp_path: Path):
+    """As uv names those that it installs."""
+    (tmp_path / "link").symlink_to(sys.base_prefix)
+    subprocess.run([tmp_path / "link/bin/python3", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    script = """if True:
+        import sys
+        from telescope.sandbox import SandboxConfig, get_provider
+        from telescope.sandbox.base import run_sync
+        provider = get_provider("local")
+        handle = run_sync(provider.create(SandboxConfig()))
+        print(sys.base_prefix, run_sync(provider.execute(handle, "python3 -c 'print(1)'")).stdout)"""
+    variables = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", script], env=variables, text=True, stdout=subprocess.PIPE
+    )
+    assert done.stdout == f"{tmp_path}/link 1\n\n"
+
+
 def test_no_program_gives_more_rights(run: Run):
     status = run("cat /proc/self/status").stdout
     assert "NoNewPrivs:\t1" in status
