@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -40,14 +41,17 @@ class E2BSandboxProvider(CloudSandboxProvider):
         return handle.provider_data
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
-        sandbox = await self.sdk.AsyncSandbox.create(
+        create = self.sdk.AsyncSandbox.create
+        # Versions that work beside prime-sandboxes (2.56) do not know the key.
+        has_key = "idempotency_key" in inspect.signature(create).parameters
+        sandbox = await create(
             template=config.image or None,
             timeout=math.ceil(config.timeout_seconds),
             metadata=run_label(config),
             envs=dict(config.environment_vars),
             allow_internet_access=bool(config.extra.get("network")),
             lifecycle={"on_timeout": "kill"},
-            idempotency_key=unique_name(SandboxConfig()),
+            **({"idempotency_key": unique_name(SandboxConfig())} if has_key else {}),
             **self.options,
         )
         return SandboxHandle(sandbox.sandbox_id, sandbox)
