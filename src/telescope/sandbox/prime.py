@@ -18,7 +18,7 @@ class PrimeSandboxProvider(CloudSandboxProvider):
     key_variables, key_file = ("PRIME_API_KEY",), "~/.prime/config.json"
     setup_hint = "Set PRIME_API_KEY (https://app.primeintellect.ai/dashboard/tokens), or run: prime login"
     error_table = (
-        ("(Command|Upload|Download)TimeoutError", "", errors.SandboxCommandTimeoutError),
+        ("CommandTimeoutError", "", errors.SandboxCommandTimeoutError),
         ("SandboxOOMError", "", errors.SandboxOOMError),
         ("SandboxImagePullError", "", errors.SandboxImagePullError),
         ("SandboxNotRunningError", "", errors.SandboxNotRunningError),
@@ -67,12 +67,12 @@ class PrimeSandboxProvider(CloudSandboxProvider):
 
     async def start_background_job(self, handle: SandboxHandle, command: str, working_dir: str | None = None) -> Any:
         """Starts a command that may run for hours. Returns the SDK's `BackgroundJob`."""
-        with self._translated(handle.id, command, 60):
+        with self._translated("start of a background job", handle.id):
             return await self.client.start_background_job(handle.id, command, working_dir=working_dir)
 
     async def get_background_job(self, handle: SandboxHandle, job: Any) -> Any:
         """Returns the SDK's job status: `completed`, `exit_code`, `stdout`, `stderr`."""
-        with self._translated(handle.id, "a background job", 60):
+        with self._translated("a background job", handle.id):
             return await self.client.get_background_job(handle.id, job)
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from telescope.errors import UserError
 from telescope.sandbox.base import (
     MAX_OUTPUT_BYTES,
     ExecResult,
@@ -47,6 +48,8 @@ GRACE_SECONDS = 10
 """Extra time for a service after the command's own deadline, so that the script reports first."""
 POLL_SECONDS = (0.5, 5.0)
 """First and longest pause between two polls of a detached command."""
+POLL_FAILURES = 5
+"""Polls in a row that may fail. A poll reads only, so it can be repeated."""
 
 # Both children lead a session, so that a signal reaches their groups. Background processes keep running.
 _RUN = """
@@ -60,14 +63,15 @@ kill -9 -$w || kill -9 $w
 [ -f {work}/late ] && c=late
 echo $c >{work}/code.new; mv {work}/code.new {work}/code
 """
+# `head` bounds what is read, because a background process may still write faster than that.
 _REPORT = """
 show() {{
   n=$(wc -c <$1)
-  if [ $n -le {limit} ]; then cat $1; return; fi
-  head -c {half} $1; printf '\\n[... %d bytes left out ...]\\n' $((n - 2 * {half})); tail -c {half} $1
+  if [ $n -le {limit} ]; then head -c $n $1; return; fi
+  head -c {half} $1; printf '\\n[... %d bytes left out ...]\\n' $((n - 2 * {half})); tail -c {half} $1 | head -c {half}
 }}
 [ -f {work}/code ] || exit 0
-show {work}/out; printf '\\n%s %s\\n' {mark} $(cat {work}/code); show {work}/err; rm -rf {work}
+show {work}/out; printf '\\n%s %s\\n' {mark} $(cat {work}/code); show {work}/err
 """
 
 
@@ -116,7 +120,7 @@ class RemoteSandboxProvider(SandboxProvider):
         if not image and self.default_image is not None:
             image = os.environ.get("DEFAULT_DOCKER_IMAGE") or self.default_image
         starting = asyncio.ensure_future(self._start(replace(config, image=image)))
-        with self._translated("", "create", config.timeout_seconds):
+        with self._translated("create"):
             try:
                 handle = await asyncio.shield(starting)  # a request that was sent creates a billed sandbox
                 await self._wait_until_running(handle)
@@ -143,35 +147,60 @@ class RemoteSandboxProvider(SandboxProvider):
     async def execute(
         self, handle: SandboxHandle, command: str, timeout: float = 60, working_dir: str | None = None
     ) -> ExecResult:
+        if "\0" in command:
+            raise UserError("a command of a sandbox must not have NUL characters")
         mark = uuid.uuid4().hex
         work = f"/tmp/.telescope-{mark}"
-        begin = f"mkdir -p {work}"
-        if len(encoded := command.encode()) > MAX_INLINE_BYTES:
-            await self.upload_bytes(handle, f"{work}/command", encoded)
+        begin, quoted = f"mkdir -p {work} || exit", shlex.quote(command)
+        if len(quoted.encode()) > MAX_INLINE_BYTES:
+            await self.upload_bytes(handle, f"{work}/command", command.encode())
         else:
-            begin += f"; printf %s {shlex.quote(command)} >{work}/command"
+            begin += f"; printf %s {quoted} >{work}/command || exit"
         run = _RUN.format(work=work, folder=shlex.quote(working_dir or "."), timeout=f"{timeout:g}")
         report = _REPORT.format(work=work, mark=mark, limit=MAX_OUTPUT_BYTES, half=MAX_OUTPUT_BYTES // 2)
-        with self._translated(handle.id, command, timeout):
-            if timeout <= self.detach_after:
-                result = await self._bounded(handle, f"{begin}\nexec 2>/dev/null\n{run}{report}", timeout)
-            else:
+        if timeout <= self.detach_after:
+            script = f"{begin}\nexec 2>/dev/null\n{run}{report}rm -rf {work}"
+            with self._translated("execute", handle.id, command, timeout):
+                result = await self._bounded(handle, script, timeout)
+        else:
+            with self._translated("start of a command", handle.id):
                 detached = f"setsid sh -c {shlex.quote(run)} </dev/null >/dev/null 2>&1 &"
                 result = await self._bounded(handle, f"{begin}\n{detached}", 30)
-                deadline, pause = asyncio.get_running_loop().time() + timeout + GRACE_SECONDS, POLL_SECONDS[0]
-                while not result.exit_code and not result.stdout and asyncio.get_running_loop().time() < deadline:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, POLL_SECONDS[1])
-                    result = await self._bounded(handle, report, 30)
+            if not result.exit_code:
+                result = await self._poll(handle, report, timeout)
+                with contextlib.suppress(Exception):  # the sandbox may still be used
+                    await self._bounded(handle, f"rm -rf {work}", 30)
         output, found, rest = result.stdout.rpartition(f"\n{mark} ")
         code, _, errors = rest.partition("\n")
         if code == "late" or (not found and result.exit_code in (-1, 0)):
             raise SandboxCommandTimeoutError(command, timeout, handle.id)
-        if not found:
+        if not code:
             kind = SandboxOOMError if result.exit_code == 137 else SandboxError
-            shown = result.stderr.strip() or result.stdout.strip()
-            raise kind(f"sandbox {handle.id!r} did not run a command: exit code {result.exit_code}. {shown[-500:]}")
+            shown = (result.stderr.strip() or output.strip() or rest.strip())[-500:]
+            why = "its disk may be full" if found else f"exit code {result.exit_code}. {shown}"
+            raise kind(f"sandbox {handle.id!r} did not run a command: {why}")
         return ExecResult(int(code), output, errors)
+
+    async def _poll(self, handle: SandboxHandle, report: str, timeout: float) -> ExecResult:
+        """Waits until a detached command has ended. Returns an empty result after `timeout`."""
+        clock, pause, failures = asyncio.get_running_loop().time, POLL_SECONDS[0], 0
+        deadline = clock() + timeout + GRACE_SECONDS
+        result = ExecResult(0, "", "")
+        while not result.exit_code and not result.stdout and clock() < deadline:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS[1])
+            try:
+                with self._translated("poll of a command", handle.id):
+                    result = await self._bounded(handle, report, 30)
+            except (SandboxNotRunningError, SandboxOOMError):
+                raise
+            except SandboxError:
+                failures += 1
+                if failures > POLL_FAILURES:
+                    raise
+            else:
+                failures = 0
+        return result
 
     async def _bounded(self, handle: SandboxHandle, script: str, timeout: float) -> ExecResult:
         seconds = math.ceil(timeout) + GRACE_SECONDS
@@ -179,7 +208,7 @@ class RemoteSandboxProvider(SandboxProvider):
             return await self._run(handle, script, seconds)
 
     async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
-        with self._translated(handle.id, f"upload of {remote_path}", 600):
+        with self._translated(f"upload of {remote_path!r}", handle.id):
             if not self.makes_folders or not remote_path.startswith("/"):
                 folder, name = posixpath.split(remote_path)
                 quoted = shlex.quote(folder or ".")
@@ -191,7 +220,7 @@ class RemoteSandboxProvider(SandboxProvider):
                 await self._upload(handle, remote_path, content)
 
     async def destroy(self, handle: SandboxHandle) -> None:
-        with contextlib.suppress(SandboxNotRunningError), self._translated(handle.id, "destroy", 60):
+        with contextlib.suppress(SandboxNotRunningError), self._translated("destroy", handle.id):
             async with asyncio.timeout(60):
                 await self._destroy(handle)
 
@@ -205,21 +234,23 @@ class RemoteSandboxProvider(SandboxProvider):
         run_sync(work())
 
     async def find(self, run: str) -> list[SandboxHandle]:
-        with self._translated("", "list", 60):
+        with self._translated("list"):
             return await self._find(run)
 
     @contextlib.contextmanager
-    def _translated(self, sandbox_id: str, command: str, timeout: float) -> Iterator[None]:
-        """Re-raises errors of the SDK as Telescope's."""
+    def _translated(self, call: str, sandbox_id: str = "", command: str = "", timeout: float = 0) -> Iterator[None]:
+        """Re-raises errors of the SDK as Telescope's. Only a `command` can exceed its time limit."""
         try:
             yield
         except (SandboxError, SandboxSetupError):
             raise
         except Exception as error:
             kind = self._kind_of(error)
-            text = f"{type(error).__name__}: {error}"
+            text = f"{call}: {type(error).__name__}: {error}"
             if issubclass(kind, SandboxCommandTimeoutError):
-                raise kind(command, timeout, sandbox_id) from error
+                if command:
+                    raise kind(command, timeout, sandbox_id) from error
+                kind = SandboxError
             if issubclass(kind, SandboxSetupError):
                 raise kind(f"The sandbox provider {self.name!r} refuses: {text}. {self.setup_hint}") from error
             raise kind(f"{f'sandbox {sandbox_id!r} of ' if sandbox_id else ''}{self.name}: {text}") from error

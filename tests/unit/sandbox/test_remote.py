@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.sandbox.conftest import KEYS, MODULES, docker_calls
 from tests.unit.sandbox.signatures import RECORDED, parameters
 
+from telescope.errors import UserError
 from telescope.sandbox import (
     ExecResult,
     SandboxBusyError,
@@ -29,8 +31,8 @@ CLOUDS = list(MODULES)
 LATE, GONE, SETUP = SandboxCommandTimeoutError, SandboxNotRunningError, SandboxSetupError
 PULL, BUSY, OTHER = SandboxImagePullError, SandboxBusyError, SandboxError
 ERRORS: list[tuple[str, str, str, type[Exception]]] = [
-    ("prime", "CommandTimeoutError", "", LATE), ("prime", "UploadTimeoutError", "", LATE),
-    ("prime", "DownloadTimeoutError", "", LATE), ("prime", "SandboxOOMError", "", SandboxOOMError),
+    ("prime", "CommandTimeoutError", "", LATE), ("prime", "UploadTimeoutError", "", OTHER),
+    ("prime", "DownloadTimeoutError", "", OTHER), ("prime", "SandboxOOMError", "", SandboxOOMError),
     ("prime", "SandboxNotRunningError", "", GONE), ("prime", "SandboxTimeoutError", "", GONE),
     ("prime", "SandboxImagePullError", "", PULL), ("prime", "UnauthorizedError", "", SETUP),
     ("prime", "PaymentRequiredError", "", SETUP), ("prime", "APITimeoutError", "", BUSY),
@@ -66,10 +68,17 @@ async def test_error_of_the_sdk_becomes_ours(trial, machine, name, error, messag
     with pytest.raises((SandboxError, SandboxSetupError)) as found:
         await trial.provider.execute(handle, "true")
     assert found.type is expected
-    machine.failures["create"] = kind(message)
-    if error != "APITimeoutError":  # creation asks again
-        with pytest.raises(expected):
-            await trial.provider.create(trial.config)
+    calls = {
+        "create": trial.provider.create(trial.config),
+        "upload": trial.provider.upload_bytes(handle, "/tmp/x", b""),
+    }
+    if error == "APITimeoutError":  # creation asks again
+        calls.pop("create").close()
+    for call, coroutine in calls.items():
+        machine.failures[call] = kind(message)
+        with pytest.raises((SandboxError, SandboxSetupError)) as raised:
+            await coroutine
+        assert raised.type is (OTHER if expected is LATE else expected)  # no command exceeded its time
     if expected is SETUP:
         assert trial.provider.setup_hint in str(found.value)  # type: ignore[attr-defined]
 
@@ -155,7 +164,7 @@ async def test_sandbox_of_a_late_create_is_destroyed(trial, machine, name):
     forgotten = await trial.provider.create(trial.config)
     error: Any = sys.modules["daytona"].DaytonaTimeoutError("late")  # type: ignore[attr-defined]
     error.sandbox_id, machine.failures["create"] = forgotten.id, error
-    with pytest.raises(SandboxCommandTimeoutError):
+    with pytest.raises(SandboxError, match="create: DaytonaTimeoutError: late"):
         await trial.provider.create(trial.config)
     assert not machine.boxes
 
@@ -177,7 +186,14 @@ async def test_create_that_is_cancelled_twice_still_leaves_nothing(trial, machin
 @pytest.mark.parametrize("name", ["prime", "e2b"])
 async def test_long_command_is_started_then_asked_for(trial, machine, name, monkeypatch):
     monkeypatch.setattr(remote, "POLL_SECONDS", (0.1, 0.1))
-    handle = await trial.shared()
+    handle, run = await trial.shared(), trial.provider._run
+
+    async def run_with_failures(handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        if machine.calls.count("execute") % 2:  # the first call starts the command; its polls fail from time to time
+            machine.failures["execute"] = ConnectionError("reset")
+        return await run(handle, script, timeout)
+
+    monkeypatch.setattr(trial.provider, "_run", run_with_failures)
     seconds = type(trial.provider).detach_after + 1  # type: ignore[attr-defined]
     command = "echo out; sleep 2; echo error >&2; exit 5"
     result = await trial.provider.execute(handle, command, timeout=seconds)
@@ -201,6 +217,43 @@ async def test_script_that_is_ended_by_the_service_is_an_error(trial, name, code
     with pytest.raises(SandboxError) as found:
         await trial.provider.execute(handle, "true")
     assert found.type is expected
+
+
+@pytest.mark.parametrize("name", ["modal"])
+async def test_full_disk_is_an_error_of_the_sandbox(trial, name, monkeypatch):
+    async def run(_: SandboxHandle, script: str, timeout: int) -> ExecResult:
+        mark = re.findall(r"\.telescope-(\w+)", script)[0]
+        return ExecResult(0, f"output\n{mark} \n", "")  # the file with the exit code is empty
+
+    handle = await trial.shared()
+    monkeypatch.setattr(trial.provider, "_run", run)
+    with pytest.raises(SandboxError, match="disk may be full"):
+        await trial.provider.execute(handle, "true")
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["daytona", "docker"])
+async def test_command_of_quotes_is_not_too_long_for_its_shell(trial, name):
+    found = await trial.provider.execute(await trial.shared(), 'printf %s "' + "'" * 20_000 + '" | wc -c')
+    assert found.stdout.strip() == "20000"
+
+
+@pytest.mark.parametrize("name", ["docker"])
+async def test_command_with_nul_is_refused(trial, name):
+    with pytest.raises(UserError, match="NUL"):
+        await trial.provider.execute(await trial.shared(), "echo \0")
+
+
+@pytest.mark.parametrize("name", ["e2b"])
+async def test_older_package_of_e2b_works(trial, machine, name, monkeypatch):
+    async def create(template=None, timeout=None, metadata=None, envs=None, allow_internet_access=None, lifecycle=None,
+                     **opts: str) -> Any:  # fmt: skip
+        assert not opts
+        return await newer(template, timeout, metadata, envs, allow_internet_access, lifecycle)
+
+    newer = sys.modules["e2b"].AsyncSandbox.create
+    monkeypatch.setattr(sys.modules["e2b"].AsyncSandbox, "create", create)
+    await trial.provider.destroy(await trial.provider.create(trial.config))
 
 
 @pytest.mark.parametrize("name", ["docker"])
