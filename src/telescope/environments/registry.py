@@ -273,9 +273,9 @@ def _install_package(folder: Path) -> None:
 
 def _install_alias(name: str, package: ModuleType) -> None:
     """Lets a folder import itself like a shipped one: `telescope.environments.<folder>.helper`."""
-    if name not in sys.modules and importlib.util.find_spec(name) is None:
+    parent, _, folder = name.rpartition(".")
+    if parent in sys.modules and name not in sys.modules and importlib.util.find_spec(name) is None:
         sys.modules[name] = package
-        parent, _, folder = name.rpartition(".")
         setattr(sys.modules[parent], folder, package)
 
 

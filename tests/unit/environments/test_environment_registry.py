@@ -43,6 +43,7 @@ def test_a_folder_with_environment_py_is_an_environment_without_any_registration
     assert {"my_puzzle", "countdown"} <= set(list_environments([path]))
     environment = get_environment("my_puzzle", environments_path=[path], num_samples=1)
     assert (environment.name, len(environment)) == ("my_puzzle", 1)
+    assert len(get_environment("my-puzzle_v1.5", environments_path=[write("my-puzzle_v1.5", BASE_ALONE)])) == 2
 
 
 def test_a_direct_subclass_of_the_base_is_a_single_turn_environment(write):
