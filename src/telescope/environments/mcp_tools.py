@@ -159,12 +159,12 @@ class Server:
         from mcp.client.stdio import stdio_client
 
         server: Any = self.address
-        if not self.address.startswith(("http://", "https://")):
-            # The guard kills the server with its children when this process ends in any way.
-            guard = ["-m", "telescope.utils.child_guard", str(os.getpid()), *shlex.split(self.address)]
-            parameters = StdioServerParameters(command=sys.executable, args=guard, env=dict(os.environ))
-            server = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
         try:
+            if not self.address.startswith(("http://", "https://")):
+                # The guard kills the server with its children when this process ends in any way.
+                guard = ["-m", "telescope.utils.child_guard", str(os.getpid()), *shlex.split(self.address)]
+                parameters = StdioServerParameters(command=sys.executable, args=guard, env=dict(os.environ))
+                server = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
             async with Client(server) as client:
                 opened.set_result(client)
                 await ended.wait()

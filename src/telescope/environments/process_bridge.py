@@ -31,12 +31,12 @@ async def main(bridge: str) -> None:
 
     async def answer(request: dict[str, Any]) -> None:
         try:
-            result = await play(request)
-        except BaseException as error:
+            send({"id": request["id"], **await play(request)})
+        except BaseException as error:  # also of a result that is no JSON
             traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}"}
-        send({"id": request["id"], **result})
-        del running[request["id"]]
+            send({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+        finally:
+            del running[request["id"]]
 
     first = json.loads(await asyncio.to_thread(requests.readline))
     async with runpy.run_path(bridge)["opened"](first["name"], first["options"]) as (tasks, play):

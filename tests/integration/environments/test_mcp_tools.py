@@ -117,6 +117,7 @@ async def test_a_started_server_serves_its_tools_for_as_long_as_the_resources_ar
         ({"mcp": ""}, "names no MCP server. Write mcp: COMMAND"),
         ({"include": ["add"]}, "names no MCP server"),
         ({"mcp": "no_such_program"}, "failed: MCPError: Connection closed"),
+        ({"mcp": "uvx 'mcp-server-time"}, "failed: ValueError: No closing quotation"),
         ({"mcp": f"{sys.executable} -c 'from mcp.server import mcpserver as m; m.MCPServer(str()).run()'"}, "no tools"),
     ],
 )  # fmt: skip

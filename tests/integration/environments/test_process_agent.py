@@ -53,12 +53,15 @@ async def opened(name, options):
             await asyncio.sleep(600)
         if kind == "raise":
             raise ValueError("a bad task")
+        if kind == "odd":
+            return {"reward": 1.0, "metrics": {"seen": {1, 2}}}
         answer = await asyncio.to_thread(ask, request)
         return {"reward": float(answer == "yxalag"), "metrics": {"sleeper": sleeper.pid, "bridge": os.getpid()}}
 
-    yield [{"id": kind, "prompt": f"{name} {kind}"} for kind in ("answer", "exit", "hang", "slow", "raise")], play
+    kinds = "answer", "exit", "hang", "slow", "raise", "odd"
+    yield [{"id": kind, "prompt": f"{name} {kind}"} for kind in kinds], play
 """
-ANSWER, EXIT, HANG, SLOW, RAISE = range(5)
+ANSWER, EXIT, HANG, SLOW, RAISE, ODD = range(6)
 
 
 class Scripted(ProcessAgent):
@@ -125,6 +128,8 @@ async def test_tasks_of_a_process_are_played_by_the_policy_several_at_a_time(env
     assert len({result.sample_metrics["bridge"] for result in results}) == 1
     with pytest.raises(EnvironmentFailure, match="ValueError: a bad task"):
         await roll_out(environment, services, RAISE)
+    with pytest.raises(EnvironmentFailure, match=r"TypeError: .*set is not JSON"):
+        await roll_out(environment, services, ODD, seconds=10)
     assert not slow.done()
     slow.cancel()
     await environment.close_resources()
