@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telescope.errors import UserError
 from telescope.utils.text import listed, nearest_name, user_path
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/]*)\.json)")  # relative paths
@@ -45,7 +48,7 @@ def read_local(owner: str, name: str, split: str | None, subset: str | None = No
         if subset and not (path / subset).is_dir():
             raise UserError(f"{owner}: the folder {name!r} has no subfolder of the subset {subset!r}. {_listed(path)}")
         path, wanted = path / (subset or ""), split or "train"
-        is_of_split = re.compile(rf"{re.escape(wanted)}(-[0-9]+-of-[0-9]+)?").fullmatch
+        is_of_split = re.compile(rf"{re.escape(wanted)}(-[0-9]+-of-[0-9]+(-[0-9a-f]+)?)?").fullmatch
         files = [file for file in _data_files(path) if is_of_split(file.stem) or file.parent.name == wanted]
         if not files:
             raise UserError(
@@ -81,14 +84,19 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
         if file.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+            rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in rows_of(batch))
         elif file.suffix in (".csv", ".tsv"):
             text = _decode(file, file.read_bytes())
             header = text.partition("\n")[0]
             delimiter = max(",;\t" if file.suffix == ".csv" else "\t;,", key=header.count)  # the first if none occurs
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         elif file.suffix == ".json":
-            rows = json.loads(_decode(file, file.read_bytes()))
+            try:
+                rows = json.loads(_decode(file, file.read_bytes()))
+            except json.JSONDecodeError as error:
+                if error.msg != "Extra data":
+                    raise
+                rows = list(_json_lines(file))  # many datasets have JSON lines in such a file
             if isinstance(rows, dict) and split in rows:
                 rows, split = rows[split], None
             if not isinstance(rows, list):
@@ -117,6 +125,21 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
             yield row
     except (OSError, ValueError, csv.Error, RecursionError) as error:  # pyarrow's and json's errors are ValueErrors
         raise UserError(f"{owner}: {file} cannot be read: {error}") from error
+
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a batch. `datasets` stores a column whose values have several types as JSON, decoded here."""
+    coded = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
+    for row in batch.to_pylist():
+        yield row | {name: _decoded(row[name], kind) for name, kind in coded.items()}
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if isinstance(value, dict):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    return [_decoded(each, kind.value_type) for each in value] if isinstance(value, list) else json.loads(value)
 
 
 def _json_lines(file: Path) -> Iterator[Any]:

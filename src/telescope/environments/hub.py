@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from telescope.environments.data_files import is_local, read_local
+from telescope.environments.data_files import is_local, read_local, rows_of
 from telescope.errors import UnreachableError, UserError
 
 if TYPE_CHECKING:
@@ -27,10 +27,13 @@ def _hub_table(owner: str, name: str, subset: str | None, split: str, otherwise:
         ) from error
     try:
         return datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
-    except Exception as error:
+    except Exception as raised:
+        error: BaseException = raised
+        if type(raised).__name__ == "DatasetGenerationError" and raised.__cause__ is not None:
+            error = raised.__cause__
         reason = " ".join(str(error).split())[:300]
         asked = f"{owner}: the dataset {name!r} (subset {subset!r}, split {split!r})"
-        if isinstance(error, FileNotFoundError | ValueError):
+        if isinstance(error, FileNotFoundError | ValueError | TypeError) or "scripts are no longer" in reason:
             raise UserError(f"{asked} cannot be loaded: {reason}") from error
         raise UnreachableError(
             f"{asked} cannot be loaded from the hub ({type(error).__name__}: {reason}). Connect this machine, or "
@@ -76,7 +79,7 @@ def hub_rows(
         if only:
             table = table.select([column for names in columns for column in names])
         for batch in table.to_batches():
-            yield from batch.to_pylist()
+            yield from rows_of(batch)
 
 
 def uses_own_items(name: str, dataset: str) -> bool:

@@ -10,15 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests import released
-from tests.unit.environments.fake_hub import serve_rows
+from tests.unit.environments.fake_hub import FakeDataset, serve_rows
 
 from telescope.cli.main import main
 from telescope.environments.arguments import known_arguments
 from telescope.environments.base import Environment
+from telescope.environments.hub import hub_rows
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import environment_class, get_environment
-from telescope.errors import UserError
+from telescope.errors import UnreachableError, UserError
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 - 1?"}
 GSM8K = {"question": "How many clips?", "answer": "48/2 = <<48/2=24>>24 in May.\n#### 1,072"}
@@ -119,6 +120,44 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
         len(made(str(tmp_path), split="dev"))
     write(tmp_path / "train-old.parquet", [VERL])
     assert len(made(str(tmp_path))) == 3
+
+
+def test_json_lines_may_be_in_a_json_file_and_shards_have_a_hash(tmp_path):
+    """Older datasets of the hub have both."""
+    for name in ("train-00000-of-00002-6ef3991c06080e14", "train-00001-of-00002-a3f5"):
+        (tmp_path / f"{name}.json").write_text(f"{json.dumps(GSM8K)}\n" * 2)
+    assert len(made(str(tmp_path))) == 4
+    (tmp_path / "broken.json").write_text(f"{json.dumps(GSM8K)}\n[")
+    with pytest.raises(UserError, match=r"broken\.json cannot be read: line 2 is not JSON"):
+        len(made(str(tmp_path / "broken.json")))
+
+
+def test_values_of_several_types_in_a_column_are_no_json(tmp_path, monkeypatch):
+    """`datasets` stores them as JSON."""
+    values = [1, "two", None, {"b": [1]}]
+    encoded = pa.array([None if value is None else json.dumps(value) for value in values])
+    coded = pa.ExtensionArray.from_storage(pa.json_(pa.string()), encoded)
+    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1, 2, 3, 4], coded)], ["list"])
+    table = pa.table({"a": coded, "n": nested})
+    expected = [{"a": value, "n": {"list": [value]}} for value in values]
+    pq.write_table(table, tmp_path / "train.parquet")
+    assert list(hub_rows("x", str(tmp_path / "train.parquet"), [None], "train", [])) == expected
+    monkeypatch.setattr(FakeDataset, "__getitem__", lambda *_: table)
+    serve_rows(monkeypatch, lambda *_: [])
+    assert list(hub_rows("x", "a/b", [None], "train", [])) == expected
+
+
+def test_a_broken_dataset_of_the_hub_is_not_told_to_connect(monkeypatch):
+    class DatasetGenerationError(Exception): ...
+
+    broken = DatasetGenerationError("An error occurred while generating the dataset")
+    broken.__cause__ = ValueError("column names don't match")
+    serve_rows(monkeypatch, broken)
+    with pytest.raises(UserError, match=r"cannot be loaded: column names don't match$"):
+        list(hub_rows("x", "a/b", [None], "train", []))
+    broken.__cause__ = ConnectionError("reset")
+    with pytest.raises(UnreachableError, match="Connect this machine"):
+        list(hub_rows("x", "a/b", [None], "train", []))
 
 
 def test_a_missing_file_is_refused_with_close_names_first_and_without_files_of_tools(tmp_path, monkeypatch):
