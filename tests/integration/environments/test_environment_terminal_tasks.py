@@ -76,12 +76,14 @@ def test_every_task_fails_untouched_and_is_solved_by_its_solution():
 def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     files = {
         "instruction.md": "Say hello in out.txt.",
-        "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\n',
+        "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\nenv = {WHOM = "${NOBODY:-Ada}"}\n'
+        '[environment]\nworkdir = "/srv/work"\nenv = {TITLE = "it\\u0027s"}',
         "environment/Dockerfile": 'FROM debian\nARG FIRST=A\nENV NAME="${FIRST}da" PATH=/opt:$PATH\nWORKDIR /srv/work\n'
-        'COPY gree* .\nRUN ["mkdir", "in"]\nCOPY data/ in/\nRUN echo $NAME \\\n  > name\n',
+        'COPY gree* .\nRUN\t--mount=type=cache,target=/x ["mkdir", "in"]\nCOPY ["data/", "in/"]\n'
+        "RUN echo $NAME \\\n  > name\n",
         "environment/greetings": "",
         "environment/data/greeting": "hello",
-        "tests/test.sh": '[ "$(cat out.txt)" = "hello Ada" ] && echo 0.75 > /logs/verifier/reward.txt',
+        "tests/test.sh": '[ "$(cat out.txt)" = "hello $WHOM" ] && echo 0.75 > /logs/verifier/reward.txt',
         "solution/solve.sh": 'echo "$(cat in/greeting) $(cat name)" > out.txt',
     }
     for name, text in files.items():
@@ -92,7 +94,7 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
 
     async def run():
         async with ready("terminal_tasks", tasks=str(tmp_path), provider="local") as environment:
-            look = "pwd; cat greetings in/greeting name; test -x in/greeting && echo $NAME"
+            look = "pwd; cat greetings in/greeting name; test -x in/greeting && echo $NAME $TITLE"
             solved, replies = await attempt(environment, 0, look, files["solution/solve.sh"])
             forge = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; false"
             forged, _ = await attempt(environment, 0, forge)
@@ -100,9 +102,21 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
 
     solved, replies, forged, sample = asyncio.run(run())
     assert sample.prompt == "Say hello in out.txt."
-    assert replies[0] == ["[shell] exit code: 0\nstdout:\n/srv/work\nhelloAda\nAda\n"]
+    assert replies[0] == ["[shell] exit code: 0\nstdout:\n/srv/work\nhelloAda\nAda it's\n"]
     assert (solved.total_reward, solved.sample_tags) == (0.75, {"task": "say-hello", "difficulty": "easy"})
     assert forged.total_reward == 0.0
+    task = tmp_path / "say-hello"
+    (task / "task.toml").write_text('verifier.env.KEY = "${NOBODY}"')
+    with pytest.raises(UserError, match=r"broken task.toml: env has \$\{NOBODY\}, but this variable is not set"):
+        read_tasks(str(task))
+    (task / "task.toml").write_text("metadata = 1")
+    with pytest.raises(UserError, match=r"broken task.toml"):
+        read_tasks(str(task))
+    (task / "task.toml").write_text("")
+    assert read_tasks(str(task))[0].verifier_seconds == 600
+    (task / "environment/docker-compose.yaml").write_text("services: {}")
+    with pytest.raises(UserError, match=r"needs the containers of docker-compose\.yaml"):
+        read_tasks(str(task))
 
 
 @pytest.mark.parametrize(

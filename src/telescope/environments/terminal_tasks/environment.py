@@ -139,7 +139,8 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
             done = await self.run_in(handle, task, clean, SETUP_SECONDS)
             if done.exit_code == 0:
                 await self.upload(handle, task.tests)
-                done = await self.run_in(handle, task, "bash /tests/test.sh", task.verifier_seconds)
+                run = f"{task.verifier_exports}bash /tests/test.sh"
+                done = await self.run_in(handle, task, run, task.verifier_seconds)
                 reward = float(done.exit_code == 0)
                 if named:  # then the exit code is not the verdict
                     written = await self.run_in(handle, task, " || ".join(map("cat {}".format, named)), SETUP_SECONDS)

@@ -2,7 +2,8 @@
 
 A folder has `instruction.md`, `task.toml`, `environment/` (the initial content of a sandbox), `tests/test.sh` and, for
 people, `solution/solve.sh`. In `environment/Dockerfile`, FROM, WORKDIR, ENV, COPY, ADD and RUN count, in one stage.
-Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is one.
+Without a Dockerfile the files go to `/app`, where `setup.sh` runs if there is one. In `task.toml`, `timeout_sec` and
+`env` of the tests count, `docker_image`, `env` and `workdir` of the environment, and the difficulty.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from telescope.errors import UserError
 from telescope.utils.text import user_path
@@ -23,6 +26,8 @@ Files = dict[str, bytes]
 """Contents by absolute path in the sandbox."""
 
 APP = "/app"
+VERIFIER_SECONDS = 600.0
+"""Time for the tests, if `task.toml` does not say. The same as in harbor."""
 OWN_TASKS = Path(__file__).with_name("own_tasks.toml")
 
 
@@ -39,6 +44,8 @@ class Task:
     working_dir: str = APP
     exports: str = ""
     """Shell commands that set variables, before every command."""
+    verifier_exports: str = ""
+    """The same before the tests."""
     verifier_seconds: float = 60.0
     difficulty: str = ""
 
@@ -77,15 +84,26 @@ def _read_task(folder: Path) -> Task:
                 f"terminal_tasks: {path.relative_to(folder)} of the task {folder.name!r} is a link to "
                 f"{path.resolve()}, outside the folder of the task. Put the file itself there."
             )
+    environment = folder / "environment"
+    if compose := sorted(environment.glob("*compose.y*ml")):
+        raise UserError(
+            f"terminal_tasks: the task {folder.name!r} needs the containers of {compose[0].name}, but a sandbox is "
+            "one. Leave the task out."
+        )
     try:
         table = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        seconds = float(table.get("verifier", {}).get("timeout_sec", 60.0))
-        task = Task(folder.name, (folder / "instruction.md").read_text(encoding="utf-8"), verifier_seconds=seconds)
-    except (ValueError, AttributeError) as error:
+        settings, verifier = table.get("environment", {}), table.get("verifier", {})
+        exports = _exports(settings)
+        task = Task(
+            folder.name,
+            (folder / "instruction.md").read_text(encoding="utf-8"),
+            verifier_seconds=float(verifier.get("timeout_sec", VERIFIER_SECONDS)),
+            verifier_exports=_exports(verifier),
+            difficulty=str(table.get("metadata", {}).get("difficulty", "")),
+        )
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"terminal_tasks: the task {folder.name!r} has a broken task.toml: {error}") from error
-    task.difficulty = str(table.get("metadata", {}).get("difficulty", ""))
     task.tests, task.solution = _files(folder / "tests", "/tests"), _files(folder / "solution", "/solution")
-    environment = folder / "environment"
     if (environment / "Dockerfile").is_file():
         task.working_dir = "/"
         text = re.sub(r"^\s*#.*\n", "", (environment / "Dockerfile").read_text("utf-8"), flags=re.M)
@@ -98,11 +116,25 @@ def _read_task(folder: Path) -> Task:
                     f"out: {error}. Write it with FROM, WORKDIR, ENV, COPY, ADD and RUN, in one stage."
                 ) from error
     else:
-        task.set_up += _upload(environment, APP)
+        task.set_up += _upload(environment, settings.get("workdir") or APP)
         if (environment / "setup.sh").is_file():
             task.set_up.append("bash setup.sh && rm setup.sh")
-    task.image = table.get("environment", {}).get("docker_image") or task.image
+    task.image = settings.get("docker_image") or task.image
+    task.working_dir = settings.get("workdir") or task.working_dir
+    task.exports += exports
     return task
+
+
+def _exports(table: Mapping[str, Any]) -> str:
+    """Returns commands that set the variables of `env`. `${NAME}` and `${NAME:-default}` are this process's."""
+    exports = ""
+    for name, value in table.get("env", {}).items():
+        if template := re.fullmatch(r"\$\{([^}:]+)(?::-(.*))?\}", str(value)):
+            value = os.environ.get(template[1], template[2])
+            if value is None:
+                raise ValueError(f"env has ${{{template[1]}}}, but this variable is not set")
+        exports += f"export {name}={shlex.quote(str(value))}; "
+    return exports
 
 
 def _stays_inside(path: Path, folder: Path) -> bool:
@@ -114,18 +146,20 @@ def _stays_inside(path: Path, folder: Path) -> bool:
 
 def _carry_out(task: Task, folder: Path, line: str) -> None:
     """Adds an instruction of a Dockerfile to a task. Raises `ValueError` for what needs a build."""
-    keyword, _, rest = line.partition(" ")
+    keyword, rest = [*line.split(maxsplit=1), "", ""][:2]
     if re.match(r"(--\S+ )*<<", rest) or "--from=" in rest:
         raise ValueError("here-documents and several stages need a build")
-    words = shlex.split(rest) if keyword.upper() in ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG") else []
-    words = [word for word in words if not word.startswith("--")]
-    match keyword.upper():
+    keyword, rest = keyword.upper(), re.sub(r"^(--\S+\s+)+", "", rest)
+    words: list[str] = []
+    if keyword in ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG"):
+        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    match keyword:
         case "FROM":
             task.image = words[0]
         case "WORKDIR":
             task.working_dir = str(PurePosixPath(task.working_dir) / words[0])
         case "ENV" | "ARG":
-            pairs = words if "=" in words[0] or keyword.upper() == "ARG" else [f"{words[0]}={' '.join(words[1:])}"]
+            pairs = words if "=" in words[0] or keyword == "ARG" else [f"{words[0]}={' '.join(words[1:])}"]
             for name, _, value in (pair.partition("=") for pair in pairs if "=" in pair):
                 value = re.sub(r'[\\"`]|\$\(', r"\\\g<0>", value)  # variables such as $PATH are replaced
                 task.exports += f'export {name}="{value}"; '
