@@ -10,6 +10,7 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
 from telescope import __version__
+from telescope.config.model_source import is_local_path
 from telescope.errors import RunError, UserError
 from telescope.record.charts import Point, line_chart
 from telescope.record.reader import Run, is_run
@@ -19,6 +20,9 @@ CARD = "README.md"
 CHART = "reward.svg"
 MAX_ROWS = 12
 """Number of rows in the table of rewards."""
+
+PRIVATE_ARGUMENTS = ("provider_kwargs", "environment_vars")
+"""Arguments of environments that may hold keys, which must not reach the hub."""
 
 SHOWN_FIELDS = (
     "algorithm", "number_of_steps", "prompts_batch_size_for_trainer", "group_size", "learning_rate", "lr_scheduler",
@@ -33,10 +37,10 @@ def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = Fa
     Raises `UserError` for an invalid name or a missing login, `RunError` if the hub refuses the upload or cannot be
     reached.
     """
-    write_card(folder, name, checkpoint)
     api = huggingface_hub.HfApi(library_name="telescope", library_version=__version__)
     try:
         repository = api.create_repo(name, private=private, exist_ok=True)
+        write_card(folder, repository.repo_id, checkpoint)  # with the owner, whom `name` may leave out
         commit = api.upload_folder(
             repo_id=repository.repo_id, folder_path=folder, commit_message=f"Upload {checkpoint.name}"
         )
@@ -69,7 +73,7 @@ def model_card(
     base = str(meta["model"])
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- telescope"]
     head += ["- reinforcement-learning"]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not base.startswith("models/"):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not is_local_path(base):
         head.append(f"base_model: {base}")
     parts = ["\n".join([*head, "---"]), f"# {name.rpartition('/')[2]}"]
     parts.append(
@@ -82,8 +86,13 @@ def model_card(
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
     )
     if environments := config.get("environments"):
+        shown_kwargs = [
+            {name: value for name, value in (e.get("kwargs") or {}).items() if name not in PRIVATE_ARGUMENTS}
+            for e in environments
+        ]
         rows = [
-            (e["name"], e.get("weight", 1), json.dumps(e["kwargs"]) if e.get("kwargs") else "") for e in environments
+            (e["name"], e.get("weight", 1), json.dumps(kwargs) if kwargs else "")
+            for e, kwargs in zip(environments, shown_kwargs, strict=True)
         ]
         parts += ["## Data", _table(("environment", "weight", "settings"), rows)]
     shown = [(f"`{field}`", config[field]) for field in SHOWN_FIELDS if config.get(field) is not None]

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.model_card import push_to_hub
+from telescope.orchestrator.model_card import model_card, push_to_hub
 from telescope.record.charts import Point, line_chart
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
@@ -74,6 +74,7 @@ def test_the_whole_folder_is_uploaded_with_a_card(checkpoint, calls, tmp_path):
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "base_model: Qwen/Qwen3-0.6B\n---" in card
+    assert 'AutoTokenizer.from_pretrained("me/first")' in card
     assert '| countdown | 2.0 | {"max_number": 9} |' in card
     assert "| `learning_rate` | 1e-06 |" in card
     assert "`top_p`" not in card
@@ -89,6 +90,22 @@ def test_a_checkpoint_without_a_record_has_a_card_all_the_same(checkpoint, calls
     (alone / "meta.json").write_bytes((checkpoint / "meta.json").read_bytes())
     push_to_hub(alone, "first", alone)
     assert "## Reward" not in (alone / "README.md").read_text()
+
+
+@pytest.mark.parametrize("base", ["./model", "../model", "out/model"])
+def test_a_local_model_is_no_base_model_of_the_hub(checkpoint, calls, tmp_path, monkeypatch, base):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    assert "base_model" not in model_card("me/first", meta | {"model": base}, None, [])
+
+
+def test_a_card_names_no_argument_that_may_hold_a_key(checkpoint):
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    kwargs = {"provider_kwargs": {"api_key": "e2b_123"}, "environment_vars": {"KEY": "sk-1"}, "max_turns": 3}
+    meta["config"]["environments"] = [{"name": "terminal_tasks", "kwargs": kwargs}]
+    card = model_card("me/first", meta, None, [])
+    assert '| terminal_tasks | 1 | {"max_turns": 3} |' in card and "e2b_123" not in card and "sk-1" not in card
 
 
 @pytest.mark.parametrize(("error", "kind", "text"), [
