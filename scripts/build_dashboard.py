@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import http.client
 import io
 import re
 import shutil
@@ -92,7 +93,7 @@ def download(reason: str) -> str:
     try:
         with urllib.request.urlopen(RELEASE, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:
             zipfile.ZipFile(io.BytesIO(response.read())).extractall(BUILT)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, http.client.HTTPException, zipfile.BadZipFile) as error:
         raise BuildError(f"{reason}. Those of the newest release cannot be downloaded: {error}") from error
     return "downloaded the pages of the newest release, because there is no Node.js to build them"
 

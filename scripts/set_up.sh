@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 
 supported='import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) and sys.implementation.name == "cpython"))'
 
-for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13 python}; do
+for candidate in python3 python3.12 python3.11 python3.13 python; do
+    candidate=${PYTHON:-$candidate}
     if "$candidate" -c "$supported" >/dev/null 2>&1; then
         exec "$candidate" scripts/set_up.py "$@"
     fi

@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Iterator
+from http.client import IncompleteRead
 from pathlib import Path
 from types import ModuleType
 
@@ -74,6 +75,15 @@ def test_without_node_the_pages_of_the_newest_release_are_taken_once(build: Modu
     (build.BUILT / "index.html").write_text("mine")
     assert "no Node.js found" in build.build()
     assert (build.BUILT / "index.html").read_text() == "mine"
+
+
+def test_a_download_that_breaks_off_is_no_crash(build: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    def break_off(*_: object, **__: object) -> None:
+        raise IncompleteRead(b"half")
+
+    monkeypatch.setattr(build.urllib.request, "urlopen", break_off)
+    with pytest.raises(build.BuildError, match="cannot be downloaded: IncompleteRead"):
+        build.build()
 
 
 def test_a_failed_build_shows_its_last_lines_and_is_tried_again(build: ModuleType):

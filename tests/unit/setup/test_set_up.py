@@ -174,6 +174,15 @@ def test_a_named_python_that_does_not_fit_is_refused(tmp_path: Path):
     assert "PYTHON=/bin/false" in finished.stderr
 
 
+def test_a_named_python_may_have_a_space_in_its_path(tmp_path: Path):
+    python = tmp_path / "my python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@"\n')
+    python.chmod(0o755)
+    command = ["/bin/sh", str(ROOT / "scripts" / "set_up.sh"), "--x"]
+    variables = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+    assert subprocess.check_output(command, env=variables, text=True) == "scripts/set_up.py --x\n"
+
+
 def test_without_venv_the_error_names_its_package(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(set_up, "environment_works", lambda: False)
     monkeypatch.setitem(sys.modules, "ensurepip", None)
