@@ -45,7 +45,7 @@ class SandboxEnvironment(Environment):
     `provider` is a name of `telescope.sandbox` (null: `local`) or a class, with its `provider_kwargs`. A worker keeps
     `pool_size` sandboxes, ready or in use, and creates at most `max_concurrent_creates` at once. Each lives at most
     `timeout_minutes`, with `docker_image` (where the provider has images), `cpu` cores, `memory_mb`, `disk_size_gb`,
-    `gpu_count` and `environment_vars`. `team_id` is the account that pays at Prime.
+    `gpu_count`, `environment_vars` and `extra`. `team_id` is the account that pays at Prime.
     """
 
     resources_per: ClassVar[Literal["host", "process"]] = "process"
@@ -66,6 +66,7 @@ class SandboxEnvironment(Environment):
         disk_size_gb: float = 3,
         gpu_count: int = 0,
         team_id: str | None = None,
+        extra: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         for theirs in kwargs.keys() & ENVIRONMENT_NAMES.keys():
@@ -84,7 +85,7 @@ class SandboxEnvironment(Environment):
             gpu_count=gpu_count,
             timeout_seconds=60 * timeout_minutes,
             environment_vars=environment_vars or {},
-            extra={"team_id": team_id} if team_id else {},
+            extra=({"team_id": team_id} if team_id else {}) | (extra or {}),
         )
 
     def answer_that_runs(self, command: str) -> str:

@@ -171,6 +171,11 @@ def test_an_incomplete_folder_of_tasks_is_refused(tmp_path):
         len(get_environment("terminal_tasks", tasks=str(tmp_path)))
 
 
+def test_containers_of_tasks_have_a_writable_image_and_options_of_their_provider():
+    environment = get_environment("terminal_tasks", provider="docker", team_id="a", extra={"network": True})
+    assert environment.sandbox_config.extra == {"read_only": False, "team_id": "a", "network": True}
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -266,6 +266,9 @@ async def test_container_is_locked_down(trial, docker, name):
     ):  # fmt: skip
         assert option in line
     assert line.endswith("python:3.12-slim sleep 900")
+    other = await trial.provider.create(SandboxConfig(extra={"read_only": False, "network": True}))
+    assert not {"--read-only", "none"} & set(docker_calls(docker)[-1])
+    await trial.provider.destroy(other)
 
 
 @pytest.mark.parametrize("name", ["docker"])

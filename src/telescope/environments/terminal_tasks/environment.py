@@ -44,6 +44,8 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
 
     def __init__(self, system_prompt: str | None = SYSTEM_PROMPT, max_turns: int = 20, **kwargs: Any) -> None:
         super().__init__(system_prompt=system_prompt, max_turns=max_turns, tools=["shell"], **kwargs)
+        # Tasks write to /app, /tests, /logs: the image of a container must be writable.
+        self.sandbox_config.extra = {"read_only": False} | self.sandbox_config.extra
         self._tasks: dict[str, Task] = {}
 
     def load_dataset(
