@@ -97,6 +97,10 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
         error = ContainerError(result.stderr.strip())
         if result.exit_code and self._kind_of(error) is not errors.SandboxError:
             raise error
+        if result.exit_code == 137:  # killed: alone, or with the container, whose time was over
+            state = await self._checked("container", "inspect", "--format", "{{.State.Running}}", handle.id)
+            if state.strip() != "true":
+                raise ContainerError("the container is not running")
         return result
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:

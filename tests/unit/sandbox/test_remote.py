@@ -257,6 +257,24 @@ async def test_older_package_of_e2b_works(trial, machine, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["docker"])
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [(ExecResult(125, "", "Error: no such container x"), GONE), (ExecResult(0, "false\n", ""), GONE),
+     (ExecResult(0, "true\n", ""), SandboxOOMError)],
+)  # fmt: skip
+async def test_container_whose_time_is_over_did_not_run_out_of_memory(trial, name, state, expected, monkeypatch):
+    async def call(action: str, *_: str, **__: object) -> ExecResult:
+        return ExecResult(137, "", "") if action == "exec" else state
+
+    handle = await trial.shared()
+    with monkeypatch.context() as patched:
+        patched.setattr(trial.provider, "_call", call)
+        with pytest.raises(SandboxError) as found:
+            await trial.provider.execute(handle, "sleep 9")
+    assert found.type is expected
+
+
+@pytest.mark.parametrize("name", ["docker"])
 async def test_container_is_locked_down(trial, docker, name):
     await trial.shared()
     line = " ".join(docker_calls(docker)[0])
