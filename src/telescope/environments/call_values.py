@@ -9,7 +9,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_CALL_CHARACTERS = 100_000
@@ -69,9 +69,9 @@ def closing_bracket(text: str, position: int, strings_or_brackets: re.Pattern[st
     return -1
 
 
-def value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
+def value_of_element(text: str, schema: Any) -> Any:
     """Returns an argument written as an element: text where the schema allows text, else its JSON value."""
-    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
+    kinds = set(_types(schema))
     if text.strip().lower() in ("null", "none") and "null" in kinds:
         return None
     if "string" in kinds:
@@ -84,3 +84,12 @@ def value_of_element(text: str, schema: Mapping[str, Any]) -> Any:
             value = ast.literal_eval(text.strip())
             return value if isinstance(value, list | dict) else text
     return text
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Yields the JSON types that a schema allows at its top level."""
+    if isinstance(schema, Mapping):
+        own = schema.get("type") or ()
+        yield from [own] if isinstance(own, str) else own
+        for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+            yield from _types(each)

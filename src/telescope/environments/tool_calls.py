@@ -43,7 +43,7 @@ from telescope.environments.call_values import (
 from telescope.environments.parsers import END_OF_MESSAGE, REASONING_TAGS, ContinuedReasoning, UnfinishedReasoning
 
 ToolCallFormat = Literal["xml", "function"]
-Parameters = Mapping[str, Mapping[str, Any]]
+Parameters = Mapping[str, Any]
 """The schemas of a tool's parameters, by name."""
 
 MAX_CALLS = 64

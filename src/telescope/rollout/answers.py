@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telescope.environments.parsers import REASONING_TAGS, UnfinishedReasoning, answer_text
-from telescope.environments.tool_calls import NAMESPACE, Parameters, ToolCall, split_answer
+from telescope.environments.tool_calls import NAMESPACE, ToolCall, split_answer
 from telescope.rollout.messages import parsed
 
 _CLOSED = ("}", "]", ")", "</function>", "</tool_call>", "invoke>", "<tool_call|>")
@@ -42,7 +42,9 @@ def parse_answer(text: str, *, opened: str, tools: Sequence[Mapping[str, Any]], 
     if isinstance(answer, UnfinishedReasoning):
         tag = next((tag for tag in REASONING_TAGS if text.lstrip().startswith(tag)), "")
         return ParsedAnswer("", _cleaned(text.lstrip().removeprefix(tag)), [])
-    rest, reasoning, calls = split_answer(answer, dict(map(_parameters, tools)))
+    functions = [tool.get("function", tool) for tool in tools]
+    parameters = {str(each.get("name")): (each.get("parameters") or {}).get("properties") or {} for each in functions}
+    rest, reasoning, calls = split_answer(answer, parameters)
     calls = [call for call in calls if call.name] if tools else []
     for call in calls:
         call.arguments = call.arguments if call.error else parsed(call.arguments)
@@ -56,20 +58,3 @@ def parse_answer(text: str, *, opened: str, tools: Sequence[Mapping[str, Any]], 
 
 def _cleaned(text: str) -> str:
     return _CONTROL.sub("", text).strip()
-
-
-def _parameters(tool: Mapping[str, Any]) -> tuple[str, Parameters]:
-    function = tool.get("function", tool)
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    return str(function.get("name")), {
-        name: {"anyOf": [{"type": kind} for kind in _types(schema)]} for name, schema in properties.items()
-    }
-
-
-def _types(schema: Any) -> Iterator[str]:
-    """Yields the JSON types that a schema allows at its top level."""
-    if isinstance(schema, Mapping):
-        own = schema.get("type") or ()
-        yield from [own] if isinstance(own, str) else own
-        for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-            yield from _types(each)

@@ -10,7 +10,7 @@ from tests.unit.environments.turns import play
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment
 from telescope.environments.parsers import answer_text
-from telescope.environments.tool_calls import ToolCall
+from telescope.environments.tool_calls import ToolCall, parse_calls
 
 
 def write(text: str, times: int = 1, loud: bool = False, tags: list[str] | None = None, any: Any = None) -> str:
@@ -155,6 +155,13 @@ def test_a_value_may_contain_the_end_of_its_element(form, text):
 def test_the_schema_decides_whether_an_element_is_text(form, name, written, value):
     (call,) = read(form({name: written}))
     assert call.arguments == {name: value} and type(call.arguments[name]) is type(value)
+
+
+def test_a_schema_of_an_mcp_server_decides_in_any_form_of_json_schema():
+    of_server = {"types": {"type": ["string", "null"]}, "one": {"oneOf": [{"type": ["string"]}]}, "all": True}
+    answer = qwen_coder(dict.fromkeys(of_server, "3") | {"types": "null"})
+    (call,) = parse_calls(answer, "xml", {"write": of_server})
+    assert call.arguments == {"types": None, "one": "3", "all": 3}
 
 
 def test_the_tool_receives_the_text_of_an_element():
