@@ -115,7 +115,7 @@ def _tree(trial: Trial) -> Tree:
     """Returns the calls of a rollout as a tree. A fork is below the call that it leaves."""
     sample = trial.trajectory
     seconds, calls = sample.finished_at - sample.started_at, pluralize(len(sample.turns), "call")
-    outcome = f"reward {_shown(trial.reward)}, {calls}, {sample.num_tokens} tokens, {seconds:.2f} s"
+    outcome = f"reward {_shown(trial.reward)}, {calls}, {sample.totals.num_tokens} tokens, {seconds:.2f} s"
     top = Tree(Text(f"item {trial.item}, {trial.name}: {outcome}", style="bold"))
     trees: list[tuple[Tree, Tree]] = []  # the tree that contains each call, and the call's own tree
     followed: dict[int | None, bool] = {}

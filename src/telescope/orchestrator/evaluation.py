@@ -189,7 +189,7 @@ class Evaluation:
             self.status.set_component(component, f"version {version}: {next(num_done)}/{plan.num_samples} samples")
             if self._run_waits:
                 self.status.eval_done += 1
-                self.status.generated(sample.num_completion_tokens)
+                self.status.generated(sample.totals.num_completion_tokens)
                 self.status.progressed()
             used.add(sample.server_index)
             failures.extend(filter(None, [sample.failure_message]))
@@ -200,8 +200,9 @@ class Evaluation:
             tokens, key = self.config.record_tokens == "all", prompt_keys[item.index]
             for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample, key, tokens=tokens):
                 self.recorder.write(table, row)
-            if sample.version_range not in ((version, version), (-1, -1)):
-                raise InfrastructureError(f"tokens of versions {sample.version_range} in an eval of version {version}")
+            versions = sample.totals.version_range
+            if versions not in ((version, version), (-1, -1)):
+                raise InfrastructureError(f"tokens of versions {versions} in an eval of version {version}")
             if self.samples is not None and (scores := scores_of(sample)) is not None:
                 self.samples.add(plan, item, sample, scores)
 

@@ -61,7 +61,7 @@ class Group:
 
         Masked samples are not trained. A running sample has the version that its worker last reported.
         """
-        ended = [s.version_range[0] for s in self.samples if s.is_usable]
+        ended = [s.totals.version_range[0] for s in self.samples if s.is_usable]
         versions = [version for version in ended if version >= 0]
         running = self.running.samples.values() if self.running is not None else ()
         under_way = (sample.oldest_version for sample in running)

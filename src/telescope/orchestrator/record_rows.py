@@ -230,7 +230,7 @@ def tokens_row(tokens: SampleTokens, step: int | None) -> dict[str, Any]:
 def untrained_tokens_rows(sample: Trajectory, step: int | None) -> list[dict[str, Any]]:
     """Returns the rows of `tokens` for an untrained sample, without the trainer's numbers."""
     rows = []
-    for part in sample.sequences() if sample.num_turns else ():
+    for part in sample.sequences() if sample.totals.num_turns else ():
         nan_L = np.full(part.length, np.nan, dtype=np.float32)
         mask_L = np.zeros(part.length, dtype=bool)
         arrays = part.token_ids_L, mask_L, part.engine_logprob_L, part.version_L, nan_L, nan_L

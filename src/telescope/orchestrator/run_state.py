@@ -114,7 +114,7 @@ def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *,
 
 
 def _newest_version(group: Group) -> int:
-    return max((sample.version_range[1] for sample in group.samples), default=-1)
+    return max((sample.totals.version_range[1] for sample in group.samples), default=-1)
 
 
 def _relabel(group: Group, step: int) -> bool:

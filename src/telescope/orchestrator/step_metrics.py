@@ -34,7 +34,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
     usable = [group.usable_samples for group in groups]
     samples = [sample for of_group in usable for sample in of_group]
     totals = [sample.totals for sample in samples]
-    lengths = [[sample.num_completion_tokens for sample in of_group] for of_group in usable]
+    lengths = [[sample.totals.num_completion_tokens for sample in of_group] for of_group in usable]
     group_N = np.repeat(np.arange(len(groups)), [len(row) for row in lengths])
     metrics = {
         **_spread("reward/total", (s.total_reward for s in samples)),
@@ -100,9 +100,8 @@ class DiscardCounts:
 
         Only its usable samples count here. Masked and cancelled samples are counted separately.
         """
-        numbers = [
-            (s.num_prompt_tokens, s.num_completion_tokens, s.num_tokens, s.total_reward) for s in samples if s.is_usable
-        ]
+        usable = [(sample.totals, sample.total_reward) for sample in samples if sample.is_usable]
+        numbers = [(t.num_prompt_tokens, t.num_completion_tokens, t.num_tokens, reward) for t, reward in usable]
         kinds = [f"{reason}_{kind}"] if kind else []
         for key in (ALL_REASONS, reason, *kinds):
             self._groups[key] += 1
@@ -111,17 +110,17 @@ class DiscardCounts:
     def masked(self, sample: Trajectory) -> None:
         """Counts one masked sample by its failure kind or its filter."""
         assert sample.mask_reason is not None
-        self._lengths[f"masked/{sample.mask_reason}"].append(sample.num_completion_tokens)
+        self._lengths[f"masked/{sample.mask_reason}"].append(sample.totals.num_completion_tokens)
 
     def cancelled(self, sample: Trajectory, *, requeued: bool) -> None:
         """Counts one aborted sample and its tokens so far. `requeued` states whether its prompt is requeued."""
         for section in ("cancelled", "returned") if requeued else ("cancelled",):
-            self._lengths[section].append(sample.num_completion_tokens)
+            self._lengths[section].append(sample.totals.num_completion_tokens)
 
     def requeued(self, samples: Sequence[Trajectory]) -> None:
         """Counts one group whose prompt is requeued, with its finished samples."""
         self._num_requeued_groups += 1
-        self._lengths["returned"].extend(sample.num_completion_tokens for sample in samples)
+        self._lengths["returned"].extend(sample.totals.num_completion_tokens for sample in samples)
 
     def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of one sample."""

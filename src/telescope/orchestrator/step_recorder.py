@@ -208,10 +208,10 @@ class StepRecorder:
 
     def _write_sample(self, group: Group, sample: Trajectory, version: int, **outcome: Any) -> None:
         write = self._recorder.write
-        oldest = sample.version_range[0]
+        oldest = sample.totals.version_range[0]
         age = version - oldest if oldest >= 0 else None
         row = record_rows.sample_row(sample, self._write_prompt(group), age=age, **outcome)
-        if not sample.num_turns:
+        if not sample.totals.num_turns:
             row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
         write("samples", row)
         status = row["status"]

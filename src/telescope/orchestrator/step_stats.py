@@ -114,11 +114,12 @@ def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:
 
 def discarded_numbers(sample: Trajectory) -> Numbers:
     """Returns the numbers of a scored sample whose group is discarded."""
+    totals = sample.totals
     return {
         "discarded/reward": sample.total_reward,
-        "discarded/prompt_tokens": sample.num_prompt_tokens,
-        "discarded/completion_tokens": sample.num_completion_tokens,
-        "discarded/total_tokens": sample.num_tokens,
+        "discarded/prompt_tokens": totals.num_prompt_tokens,
+        "discarded/completion_tokens": totals.num_completion_tokens,
+        "discarded/total_tokens": totals.num_tokens,
     }
 
 

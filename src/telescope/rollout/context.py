@@ -120,7 +120,7 @@ class AgentRollout:
             if chat.reward is not None
         }
         serialize_score(result, for_eval=False, method="rollout")
-        counts = {**self._counts, "agent/calls": rollout.trajectory.num_turns}
+        counts = {**self._counts, "agent/calls": rollout.trajectory.totals.num_turns}
         result = replace(result, sample_metrics={**counts, **context.metrics, **result.sample_metrics})
         for_eval = rollout.settings.for_eval
         if not for_eval:

@@ -205,7 +205,7 @@ class Rollout:
 
         A request in the engine counts with its server's version when it was sent.
         """
-        oldest = self.trajectory.version_range[0]
+        oldest = self.trajectory.totals.version_range[0]
         versions = [oldest] if oldest >= 0 else []
         return min([*versions, *(version for _, version in self._in_engine.values())], default=None)
 
@@ -285,7 +285,7 @@ class Rollout:
                 if is_over or not self.may_retry():
                     raise
                 if trajectory.turns:
-                    trajectory.lost_conversations.append(trajectory.num_completion_tokens)
+                    trajectory.lost_conversations.append(trajectory.totals.num_completion_tokens)
                     trajectory.turns.clear()
                     trajectory.chat_rewards.clear()
                 self._num_sampled, trajectory.end_reason = 0, None

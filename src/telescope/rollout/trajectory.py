@@ -60,13 +60,18 @@ class Totals:
 
     num_turns: int
     num_prompt_tokens: int
+    """Tokens of the first prompt."""
     num_completion_tokens: int
+    """Sampled tokens in all turns."""
     num_environment_tokens: int
+    """Tokens that the environment added between turns. A restarted conversation adds its new tokens."""
     longest_answer: int
     """Tokens of the longest completion."""
     finish_reason: str
     version_range: tuple[int, int]
+    """The oldest and newest policy version of the trained tokens, or (-1, -1)."""
     divergences: dict[str, int]
+    """Number of forks and of joins that differ from the chat template, by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -145,29 +150,10 @@ class Trajectory:
         return self.folded or self._totals()
 
     @property
-    def num_turns(self) -> int:
-        return self.totals.num_turns
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Returns the number of tokens in the first prompt."""
-        return self.totals.num_prompt_tokens
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Returns the number of sampled tokens in all turns."""
-        return self.totals.num_completion_tokens
-
-    @property
     def num_sampled_tokens(self) -> int:
         """Returns the number of sampled tokens, including failed requests and lost conversations."""
         failed = sum(length for length in self.failed_requests if length is not None)
-        return self.num_completion_tokens + failed + sum(self.lost_conversations)
-
-    @property
-    def num_environment_tokens(self) -> int:
-        """Returns the tokens that the environment added between turns. A restarted conversation adds its new tokens."""
-        return self.totals.num_environment_tokens
+        return self.totals.num_completion_tokens + failed + sum(self.lost_conversations)
 
     def fold(self) -> None:
         """Replaces an ended sample's turns by totals and sequences, which take memory only for the tokens."""
@@ -216,11 +202,6 @@ class Trajectory:
         return path[::-1]
 
     @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens in prompt, completions and environment messages."""
-        return self.totals.num_tokens
-
-    @property
     def hit_length_limit(self) -> bool:
         """Returns whether the length or context limit cut it off."""
         return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
@@ -230,16 +211,6 @@ class Trajectory:
         """Returns `length` if the last completion was cut off, else the environment's or engine's reason."""
         finish_reason = self.totals.finish_reason
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
-
-    @property
-    def divergences(self) -> dict[str, int]:
-        """Returns the number of forks and of joins that differ from the chat template, by name."""
-        return self.totals.divergences
-
-    @property
-    def version_range(self) -> tuple[int, int]:
-        """Returns the oldest and newest policy version of the trained tokens, or (-1, -1)."""
-        return self.totals.version_range
 
     @property
     def answers(self) -> list[Turn]:

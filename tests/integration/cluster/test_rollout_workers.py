@@ -154,7 +154,7 @@ async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(g
     async with workers(ground, tmp_path) as run:
         groups = await run.run(*[FINE] * 50, samples=4)
         assert rewards(groups) == [1.0] * 200
-        assert {s.version_range for group in groups for s in group} == {(FIRST_VERSION, FIRST_VERSION)}
+        assert {s.totals.version_range for group in groups for s in group} == {(FIRST_VERSION, FIRST_VERSION)}
         assert os.getpid() not in {s.reward.sample_metrics["pid"] for group in groups for s in group if s.reward}
         assert run.num_replaced == 0
 

@@ -384,7 +384,7 @@ class Simulation:
         """
         counted = self.counted_tokens()
         assert set(counted) <= FATES, "no other outcome has tokens"
-        still_open = sum(sample.num_completion_tokens for sample in self.open_samples())
+        still_open = sum(sample.totals.num_completion_tokens for sample in self.open_samples())
         assert sum(counted.values()) + still_open == self.status.num_tokens_generated
         ended = {id(sample) for group in self.groups for sample in group.samples}
         lost = {id(rollout) for rollout in self.lost}

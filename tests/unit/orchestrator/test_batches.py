@@ -53,7 +53,7 @@ def test_tokens_without_a_loss_are_neither_compared_nor_counted() -> None:
     """As those of a judge that is the policy."""
     config, plain = config_of(algorithm="dr_grpo"), group([0.0, 1.0], n=3)
     num_trained = form_batch(config, [plain], 0, num_ranks=2).num_trained_tokens
-    assert num_trained == sum(sample.num_completion_tokens for sample in plain.samples)
+    assert num_trained == sum(sample.totals.num_completion_tokens for sample in plain.samples)
     batch = form_batch(config, [with_chat(group([0.0, 1.0], n=3), 4.0, 0.0, trained=False)], 0, num_ranks=2)
     assert batch.num_trained_tokens == num_trained
     assert set(advantages_by_sample(batch).values()) == {-0.5, 0.5}

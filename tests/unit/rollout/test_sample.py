@@ -83,7 +83,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed():
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 1
-    assert (sample.failed_requests, sample.num_completion_tokens, sample.num_sampled_tokens) == ([1], 2, 3)
+    assert (sample.failed_requests, sample.totals.num_completion_tokens, sample.num_sampled_tokens) == ([1], 2, 3)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
 
 
@@ -91,7 +91,7 @@ async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used():
     """The server has the initial weights again, and its group's age would not show it."""
     bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], loaded_version=3))
     trajectory = await bench.run()
-    assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
+    assert trajectory.num_infrastructure_retries == 1 and trajectory.totals.version_range == (3, 3)
     assert "sampled with policy version 0, but the server had received version 3" in str(bench.failures[0][1])
     assert trajectory.failed_requests == [1], "its tokens are counted"
 
@@ -103,7 +103,7 @@ async def test_a_failed_environment_masks_the_sample_without_a_retry():
     assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'numbers'")
     assert sample.stop_reason == "rollout_error"
     assert len(bench.engine.requests) == len(bench.environments.calls) == 1
-    assert sample.num_completion_tokens == 2, "generated turns stay recorded"
+    assert sample.totals.num_completion_tokens == 2, "generated turns stay recorded"
     assert not bench.failures
     assert bench.slots.num_leased == 0
 
@@ -131,7 +131,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence():
     (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
-    assert sample.num_environment_tokens == 3
+    assert sample.totals.num_environment_tokens == 3
     assert not bench.environments.open
 
 
@@ -178,8 +178,8 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     assert (first.token_ids_L.tolist(), second.token_ids_L.tolist()) == ([1, 2, 3, 7, 8], [1, 2, 3, 70, 20, 9, 22, 10])
     assert second.trained_L.tolist() == [False] * 5 + [True, False, True]
     assert len({first.sample_id, second.sample_id}) == 2
-    assert sample.divergences == {"history": 1}
-    assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
+    assert sample.totals.divergences == {"history": 1}
+    assert sample.totals.num_environment_tokens == 1, "tokens rendered again are not new"
 
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
@@ -209,7 +209,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again():
     assert sample.total_reward == 1.0
     sampled = [turn.generation.token_ids_N.tolist() for turn in sample.turns]
     assert sampled == [[9], [10]], "nothing of the lost conversation stays"
-    assert (sample.lost_conversations, sample.num_completion_tokens, sample.num_sampled_tokens) == ([2], 2, 4)
+    assert (sample.lost_conversations, sample.totals.num_completion_tokens, sample.num_sampled_tokens) == ([2], 2, 4)
     ids = [request.request_id for request in bench.engine.requests]
     assert len(set(ids)) == len(ids), "a request id is never used twice"
     assert not bench.environments.open

@@ -25,7 +25,7 @@ def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(turns)
     sample.reward = reward()
     (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [token for pair in turns for part in pair for token in part]
-    assert train.num_trained == sample.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
+    assert train.num_trained == sample.totals.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
     assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
 
 
@@ -45,18 +45,18 @@ def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version(
 
 def test_age_counts_from_the_oldest_sampled_token_of_any_turn():
     sample = trajectory([])
-    assert sample.version_range == (-1, -1)
+    assert sample.totals.version_range == (-1, -1)
     sample.turns = [
         Turn([1], generation([2, 3], spans=[(4, 0, 1), (5, 1, 2)])),
         Turn([6], generation([7], version=9), parent=0),
     ]
-    assert sample.version_range == (4, 9)
+    assert sample.totals.version_range == (4, 9)
 
 
 def test_prompt_tokens_are_those_of_the_first_prompt():
     sample = trajectory([([1, 2, 3], [4]), ([5, 6], [7, 8])])
-    assert (sample.num_prompt_tokens, sample.num_completion_tokens) == (3, 3)
-    assert trajectory([]).num_prompt_tokens == 0
+    assert (sample.totals.num_prompt_tokens, sample.totals.num_completion_tokens) == (3, 3)
+    assert trajectory([]).totals.num_prompt_tokens == 0
 
 
 def test_the_stop_reason_is_that_of_the_last_turn():
@@ -71,7 +71,7 @@ def test_answers_that_are_not_trained_do_not_decide_how_the_sample_ended_or_how_
     sample.turns[0].text = "The answer is 4."
     verdict = Turn([1], generation([4] * 9, finish_reason="length"), text="yes " * 9, chat="judge", trained=False)
     sample.turns.append(verdict)
-    assert (sample.stop_reason, sample.totals.longest_answer, sample.num_completion_tokens) == ("stop", 2, 11)
+    assert (sample.stop_reason, sample.totals.longest_answer, sample.totals.num_completion_tokens) == ("stop", 2, 11)
     assert sample.completion_text == "The answer is 4."
     sample.turns = [verdict]
     assert (sample.stop_reason, sample.totals.longest_answer) == ("length", 9)
