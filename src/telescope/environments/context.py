@@ -19,7 +19,8 @@ import os
 import signal
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,6 +129,9 @@ class Services(Protocol):
     async def sandbox(self, image: str | None) -> Any:
         """Returns a sandbox that is destroyed with the rollout."""
 
+    def held(self) -> AbstractContextManager[None]:
+        """Cancels the task in the block when the rollout ends. Raises `UserError` when it has ended."""
+
     def base_url(self, chat: str) -> str:
         """Returns the endpoint's URL for one conversation of the rollout."""
 
@@ -228,23 +232,22 @@ class Chat:
         """Returns an `openai.AsyncOpenAI` client of the endpoint."""
         import openai
 
-        http = self._http(openai.DefaultAsyncHttpxClient)
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, http_client=http)
+        return self._client(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient, self.base_url)
 
     def anthropic(self) -> Any:
         """Returns an `anthropic.AsyncAnthropic` client of the endpoint."""
         import anthropic
 
         base_url = self.base_url.removesuffix("/v1")
-        http = self._http(anthropic.DefaultAsyncHttpxClient)
-        return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key, max_retries=0, http_client=http)
+        return self._client(anthropic.AsyncAnthropic, anthropic.DefaultAsyncHttpxClient, base_url)
 
-    def _http(self, client: Any) -> Any:
-        """Returns an SDK's HTTP client, which is closed with the rollout."""
+    def _client(self, client: Any, http_client: Any, base_url: str) -> Any:
+        """Returns an SDK's client without retries. Its connections are closed with the rollout."""
         # The endpoint has no TLS, and reading certificates would block the event loop for 60 ms. The rollout's time
         # limit is the only one: the SDKs give a connection 5 seconds, which a busy event loop may need for other work.
-        self._clients.append(client(verify=False, timeout=None))
-        return self._clients[-1]
+        http = http_client(verify=False, timeout=None)
+        self._clients.append(http)
+        return client(base_url=base_url, api_key=self.api_key, max_retries=0, http_client=http)
 
     async def close(self) -> None:
         for client in self._clients:
@@ -264,8 +267,6 @@ class RolloutContext(Chat):
         self.metrics: dict[str, float] = {}
         self.program_error: str | None = None
         """How the last program of `run` that failed ended."""
-        self._holders: set[asyncio.Task[Any]] = set()
-        """Tasks that run a program or wait for a sandbox."""
 
     @property
     def seconds_left(self) -> float:
@@ -307,7 +308,7 @@ class RolloutContext(Chat):
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
-        with self._held():
+        with self._services.held():
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
                 env={**os.environ, **self.env(), **(env or {})},
@@ -324,26 +325,7 @@ class RolloutContext(Chat):
 
     async def sandbox(self, image: str | None = None) -> Any:
         """Returns a sandbox from the environment's pool. It is destroyed with the rollout."""
-        with self._held():
-            return await self._services.sandbox(image)
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Cancels the block when the rollout ends, also in a background task."""
-        if self.cancelled:
-            raise UserError("the rollout has ended: await `run` and `sandbox` before `rollout` returns")
-        task = asyncio.current_task()
-        assert task is not None
-        self._holders.add(task)
-        try:
-            yield
-        finally:
-            self._holders.discard(task)
-
-    async def close(self) -> None:
-        for task in self._holders:
-            task.cancel()
-        await super().close()
+        return await self._services.sandbox(image)
 
     def metric(self, name: str, value: float) -> None:
         """Records a number for this sample, like `sample_metrics` of the reward."""

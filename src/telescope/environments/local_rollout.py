@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from telescope.environments.base import (
     ChatMessage,
@@ -230,6 +230,9 @@ class _TextServices:
         raise self._refusal()
 
     async def sandbox(self, image: str | None) -> Any:
+        raise self._refusal()
+
+    def held(self) -> NoReturn:
         raise self._refusal()
 
     def base_url(self, chat: str) -> str:

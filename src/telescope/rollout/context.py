@@ -8,11 +8,12 @@ swallows the error, the sample is masked and never scored as a failure of the po
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,8 @@ class AgentRollout:
         self._counts: Counter[str] = Counter()
         """Metrics: replaced parameters of calls, and completions that no client has read."""
         self._sandboxes: list[Sandbox] = []
-        self._callers: set[asyncio.Task[Any] | None] = set()
-        """Tasks that wait for an answer."""
+        self._holders: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for an answer, a turn loop, a program or a sandbox."""
         self._loops: set[asyncio.Task[RewardRecord]] = set()
         """Turn loops, ended ones included."""
         self._has_reward = True
@@ -99,11 +100,8 @@ class AgentRollout:
         finally:
             # A turn that a background task adds from now on would get no reward, or the reward of a new attempt.
             context.cancelled = self._is_over = True
-            for task in self._callers:
-                if task is not None and task is not asyncio.current_task():
-                    task.cancel()
-            for loop in self._loops:
-                loop.cancel()
+            for task in self._holders:
+                task.cancel()
             self._endpoint.close_rollout(self.api_key)
             for sandbox in self._sandboxes:
                 await sandbox.close()
@@ -130,13 +128,33 @@ class AgentRollout:
             del evaluated.metrics["reward"]
         return RewardRecord(**serialize_score(evaluated, for_eval))
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        if self._is_over:
+            raise UserError("the rollout has ended: await calls, programs and sandboxes before `rollout` returns")
+        task = asyncio.current_task()
+        assert task is not None
+        self._holders.add(task)
+        try:
+            yield
+        finally:
+            self._holders.discard(task)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Holds a call of the policy, and remembers the first failure of an engine."""
+        with self.held():
+            try:
+                yield
+            except InfrastructureError as error:
+                self._failure = self._failure or error
+                raise
+
     async def complete(self, call: Call) -> Answer:
         """Samples a completion.
 
         Raises `RefusedCall`, `UserError` for a malformed call, and `InfrastructureError`.
         """
-        if self._is_over:
-            raise UserError("the rollout has ended: await all calls before `rollout` returns")
         settings = self._rollout.settings.sampling
         try:
             sampling = sampling_of(call.sampling, "max_tokens")
@@ -162,19 +180,12 @@ class AgentRollout:
                 f"This model's maximum context length is {settings.max_context} tokens, and the messages have "
                 f"{'' if prompt else 'at least '}{num_tokens} tokens. Please reduce the length of the messages."
             )
-        caller = asyncio.current_task()
-        self._callers.add(caller)
-        try:
+        with self._calling():
             index = await self._rollout.sample(
                 prompt.token_ids, added_token_ids=prompt.added_token_ids, parent=prompt.parent, chat=call.chat,
                 divergence=prompt.cause, trained=call.train, max_tokens=sampling.get("max_tokens"),
                 stop=sampling.get("stop") or (), replies=shown,
             )  # fmt: skip
-        except InfrastructureError as error:
-            self._failure = self._failure or error
-            raise
-        finally:
-            self._callers.discard(caller)
         return self._answer(call, prompt, index, sampling.get("stop") or ())
 
     def _answer(self, call: Call, prompt: Prompt, index: int, stops: Sequence[str]) -> Answer:
@@ -206,15 +217,10 @@ class AgentRollout:
         self._counts["agent/dropped_answers"] += 1
 
     async def take_turns(self) -> RewardResult:
-        if self._is_over:
-            raise UserError("the rollout has ended: await all calls before `rollout` returns")
-        task = asyncio.ensure_future(self._turns())
-        self._loops.add(task)
-        try:
+        with self._calling():
+            task = asyncio.ensure_future(self._turns())
+            self._loops.add(task)
             scored = await task
-        except InfrastructureError as error:
-            self._failure = self._failure or error
-            raise
         self._has_reward = scored.total_reward is not None  # an evaluation may have none
         return RewardResult(**{**vars(scored), "total_reward": scored.total_reward or 0.0})
 
@@ -231,8 +237,9 @@ class AgentRollout:
         return (await self.complete(call)).text
 
     async def sandbox(self, image: str | None) -> Sandbox:
-        pool = await pool_of(self._environment, image)
-        sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
+        with self.held():
+            pool = await pool_of(self._environment, image)
+            sandbox = Sandbox(pool, await pool.acquire(), endpoint=self._endpoint.base_url(""))
         self._sandboxes.append(sandbox)
         return sandbox
 
