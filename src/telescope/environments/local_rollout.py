@@ -8,6 +8,7 @@ deadlines, unlike a training run.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import time
@@ -326,9 +327,9 @@ class ChatServer:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            text = error.read().decode("utf-8", "replace")[:300]
+            text = error.read(300).decode("utf-8", "replace")
             is_refused = error.code in (401, 403)
             fix = f". Set the environment variable {API_KEY_VARIABLE} to a valid key" if is_refused else ""
             raise RunError(f"{self._base}{path} answered {error.code}: {text}{fix}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last of a server without HTTP
             raise RunError(f"{self._base}{path} cannot be reached: {error}") from error

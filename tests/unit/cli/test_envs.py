@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -210,6 +212,26 @@ def test_bad_input_is_reported_without_hanging(capsys, chat_server, monkeypatch)
     for options in ([], ["--model", "m"]):
         code, _, err = run(capsys, "try", "wordle", "--url", chat_server.url, *options)
         assert code == 1 and "Set the environment variable OPENAI_API_KEY" in err and "local_rollout.py" not in err
+
+
+@pytest.mark.parametrize("response", ["SSH-2.0-OpenSSH_9.6", "HTTP/1.1 500 No\r\nContent-Length: 900\r\n\r\n..."])
+def test_a_server_of_something_else_is_named(capsys, response):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def respond() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(response.encode() + b"\r\n")
+
+        threading.Thread(target=respond, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        code, _, err = run(capsys, "try", "wordle", "--url", url)
+    assert code == 1 and f"{url}/v1/models" in err and "local_rollout.py" not in err
+
+
+def test_an_impossible_port_is_an_error_of_one_line(capsys):
+    code, _, err = run(capsys, "try", "wordle", "--url", "http://localhost:80a")
+    assert code == 1 and "nonnumeric port: '80a'" in err and "local_rollout.py" not in err
 
 
 @pytest.mark.timeout(300)
