@@ -23,25 +23,15 @@ from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, is_misspelled
 
 
-def constructor_arguments(cls: type, root: type) -> set[str]:
-    """Returns the names that `cls(...)` takes, including those of `root` if `**kwargs` reaches it."""
-    return _arguments_of(cls, "__init__", root).names
-
-
-def dataset_arguments(cls: type, root: type) -> set[str]:
-    """Returns the names that `cls.load_dataset` takes."""
-    return _arguments_of(cls, "load_dataset", root).names
-
-
 def known_arguments(cls: type, root: type) -> set[str]:
     """Returns the names that the constructor, `load_dataset`, the constructor of `root` or `make_environment` takes."""
-    own = constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
-    return own | getattr(cls, "arguments_of_registry", set())
+    named = [arguments_of(cls, method, root).names for method in ("__init__", "load_dataset")]
+    return set().union(*named, _named_parameters(vars(root)["__init__"]), getattr(cls, "arguments_of_registry", ()))
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Returns the arguments in `given` that `cls.load_dataset` takes."""
-    known = dataset_arguments(cls, root)
+    known = arguments_of(cls, "load_dataset", root).names
     return {name: value for name, value in given.items() if name in known}
 
 
@@ -49,7 +39,7 @@ def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: st
     """Raises `UserError` for a misspelled argument, or for one that the class sets itself."""
     known = known_arguments(cls, root)
     refuse_near_misses(given, known, called or cls.__name__)
-    fixed = [name for name in given if name not in known and name in _arguments_of(cls, "__init__", root).fixed]
+    fixed = [name for name in given if name not in known and name in arguments_of(cls, "__init__", root).fixed]
     if fixed:
         raise UserError(f"{called or cls.__name__} has no keyword argument {fixed[0]!r}: its class sets it.")
 
@@ -101,15 +91,15 @@ def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> A
     subclass, `Environment` or `Eval`. Arguments that neither method takes become attributes.
     """
     refuse_wrong_types(cls, given, root, called=f"The {root.__name__.lower()} {name!r}")
-    constructor = _arguments_of(cls, "__init__", root)
-    loads = dataset_arguments(cls, root)
-    others = {key: value for key, value in given.items() if key not in constructor.names | loads}
+    constructor = arguments_of(cls, "__init__", root)
+    loads = load_arguments(cls, given, root)
+    others = {key: value for key, value in given.items() if key not in constructor.names and key not in loads}
     passed = {key: value for key, value in given.items() if key in constructor.names}
     made: Any = cls(**passed, **(others if constructor.reaches_root else {}))
     null_is_unset = _named_parameters(vars(root)["__init__"])
     left = {key: value for key, value in others.items() if key not in vars(made)}  # the constructor may drop them
     set_attributes(made, {k: v for k, v in left.items() if v is not None or k not in null_is_unset})
-    made._load_arguments = {**(made._load_arguments or {}), **load_arguments(cls, given, root)}
+    made._load_arguments = {**(made._load_arguments or {}), **loads}
     made._name = made._name or name
     return made
 
@@ -137,16 +127,18 @@ def _owners(cls: type, method: str, root: type) -> list[type]:
 
 
 @dataclass(slots=True)
-class _Arguments:
+class Arguments:
+    """The keyword arguments of a method of a class."""
+
     names: set[str]
-    """Names that the method takes."""
+    """Names that the method takes. A constructor that passes `**kwargs` on to the root takes those of the root too."""
     fixed: set[str]
     """Arguments of a base class that a subclass sets itself."""
     reaches_root: bool
     """Whether all definitions up to the root pass `**kwargs` on."""
 
 
-def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
+def arguments_of(cls: type, method: str, root: type) -> Arguments:
     """Returns the parameters of all definitions of `method` below `root`."""
     names: set[str] = set()
     fixed: set[str] = set()
@@ -157,12 +149,12 @@ def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
         parameters = inspect.signature(function).parameters.values()
         rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
         if rest is None:
-            return _Arguments(names, fixed, reaches_root=False)
+            return Arguments(names, fixed, reaches_root=False)
         names.update(_literal_reads(function, rest))
         fixed |= _given_beside(function, rest) - named
     if method == "__init__":
         names.update(_named_parameters(vars(root)["__init__"]) - fixed)
-    return _Arguments(names, fixed, reaches_root=True)
+    return Arguments(names, fixed, reaches_root=True)
 
 
 def _named_parameters(function: Callable[..., Any]) -> set[str]:

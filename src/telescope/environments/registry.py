@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from telescope.environments.arguments import constructor_arguments, instantiate, known_arguments, refuse_misspelled
+from telescope.environments.arguments import arguments_of, instantiate, known_arguments, refuse_misspelled
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, is_agent
 from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
@@ -368,7 +368,7 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
     tools = kwargs.get("tools")
-    if isinstance(tools, str | dict) and "tools" not in constructor_arguments(cls, Environment):
+    if isinstance(tools, str | dict) and "tools" not in arguments_of(cls, "__init__", Environment).names:
         raise UserError(f"The environment {name!r}: tools is {tools!r}; write a list: tools: [{tools}].")
     if isinstance(tools, list) and tools:
         is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
@@ -409,7 +409,7 @@ def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:
     from telescope.environments.tool_env import SingleTurnTools, ToolEnvironment
 
     mixins: list[type] = []
-    if "tools" not in constructor_arguments(cls, Environment) and issubclass(cls, SingleTurnEnvironment):
+    if "tools" not in arguments_of(cls, "__init__", Environment).names and issubclass(cls, SingleTurnEnvironment):
         mixins.append(SingleTurnTools)
     if mixins or issubclass(cls, ToolEnvironment):
         for mixin, form in ((SandboxTools, str), (McpTools, dict)):
