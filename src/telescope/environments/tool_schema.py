@@ -47,8 +47,6 @@ class Tool:
             raise UserError(f"{function!r} cannot be a tool: it has no name. Use a function that is defined with def.")
         self.parameters, self.state_parameter = _shown_parameters(function, self.name)
         self._fields: dict[str, str] = {}
-        self._rest = next((p.name for p in self.parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
-        """The parameter `*args`, if there is one; to the model it is a list."""
         description, described = _read_docstring(inspect.getdoc(function) or "")
         self._model = self._build_model(described)
         self.schema = self._build_schema(description)
@@ -66,9 +64,7 @@ class Tool:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError) as error:
                 raise ArgumentError(f"the arguments are not valid JSON: {error}") from None
-        by_name, rest = self._by_name(arguments)
-        if self._rest is not None and rest:
-            by_name[self._rest] = rest
+        by_name = self._by_name(arguments)
         try:
             checked = self._model.model_validate(by_name)
         except (ValidationError, RecursionError) as problem:
@@ -87,19 +83,19 @@ class Tool:
         bound.apply_defaults()
         return bound
 
-    def _by_name(self, arguments: Any) -> tuple[dict[str, Any], list[Any]]:
-        """Returns arguments by name, and the arguments for `*args`."""
+    def _by_name(self, arguments: Any) -> dict[str, Any]:
+        """Returns arguments by name. To the model, the parameter `*args` is a list."""
         if arguments is None:
-            return {}, []
+            return {}
         if isinstance(arguments, dict):
-            return {str(name): value for name, value in arguments.items()}, []
+            return {str(name): value for name, value in arguments.items()}
         if not isinstance(arguments, list):
             raise ArgumentError(f"the arguments of {self.name} must be a JSON object of names and values.")
-        names = [p.name for p in self.parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
-        rest = arguments[len(names) :]
-        if rest and self._rest is None:
-            raise ArgumentError(f"{self.name} takes at most {len(names)} arguments, not {len(arguments)}.")
-        return dict(zip(names, arguments, strict=False)), rest
+        try:
+            return dict(inspect.Signature(self.parameters).bind_partial(*arguments).arguments)
+        except TypeError:
+            most = sum(p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD) for p in self.parameters)
+            raise ArgumentError(f"{self.name} takes at most {most} arguments, not {len(arguments)}.") from None
 
     def _explain(self, error: ValidationError | RecursionError) -> str:
         """Returns what is wrong with the arguments, for the model."""
