@@ -209,7 +209,7 @@ class _TextServices:
 
     async def complete(self, call: Call) -> AgentAnswer:
         if call.token_ids is not None or call.tools:
-            raise self._refusal()
+            self._refuse()
         asked, last = list(call.messages), self._last
         self._transcript.add(asked[len(last) :] if asked[: len(last)] == last else asked)
         given = self._transcript.ask(asked)
@@ -227,23 +227,13 @@ class _TextServices:
         result, _ = await take_steps(run(self._environment, self._sample, self._transcript))
         return result
 
-    async def judge(self, prompt: str, schema: Mapping[str, Any] | None, model: str | None) -> Any:
-        raise self._refusal()
-
-    async def sandbox(self, image: str | None) -> Any:
-        raise self._refusal()
-
-    def held(self) -> NoReturn:
-        raise self._refusal()
-
-    def base_url(self, chat: str) -> str:
-        raise self._refusal()
-
-    def _refusal(self) -> UserError:
-        return UserError(
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(
             "The agent uses more than text (tools, token ids, a judge, a sandbox or its endpoint). Run `telescope envs "
             f"check {self._environment.name}`, with --model FOLDER and --url of a server of vLLM for a model's answers."
         )
+
+    judge = sandbox = held = base_url = _refuse
 
 
 def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str | None]:
