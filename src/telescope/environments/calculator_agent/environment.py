@@ -35,7 +35,6 @@ CALL_OPEN, CALL_CLOSE = "<call>", "</call>"
 """The short form of a call, for very small models: `<call>12+7</call>`."""
 
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
-_UNSET: Any = object()
 
 
 class CalculatorAgentEnvironment(ToolEnvironment):
@@ -54,20 +53,14 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     tools_in_template = True
 
     def __init__(
-        self,
-        system_prompt: str | None = _UNSET,
-        prompt_style: str = "full",
-        max_turns: int = 6,
-        answer_reward: float = 0.0,
-        **kwargs: Any,
+        self, prompt_style: str = "full", max_turns: int = 6, answer_reward: float = 0.0, **kwargs: Any
     ) -> None:
         if prompt_style not in ("full", "short"):
             raise UserError(f"calculator_agent: prompt_style is {prompt_style!r}; use full or short.")
         self.short = prompt_style == "short"
-        if system_prompt is _UNSET:
-            system_prompt = None if self.short else SYSTEM_PROMPT
+        kwargs.setdefault("system_prompt", None if self.short else SYSTEM_PROMPT)
         kwargs.setdefault("include_tool_schemas_in_prompt", not self.short)
-        super().__init__(tools=[calculate], max_turns=max_turns, system_prompt=system_prompt, **kwargs)
+        super().__init__(tools=[calculate], max_turns=max_turns, **kwargs)
         self.answer_reward = float(answer_reward)
 
     def load_dataset(
