@@ -129,9 +129,7 @@ class Tool:
                 options["description"] = described[parameter.name]
             fields[f"p{number}"] = (annotation, Field(default, **options))
             self._fields[f"p{number}"] = parameter.name
-        config = ConfigDict(
-            extra="allow" if takes_more else "forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False
-        )
+        config = ConfigDict(extra="allow" if takes_more else "forbid", coerce_numbers_to_str=True)
         try:
             return create_model(self.name, __config__=config, **fields)
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
@@ -143,9 +141,6 @@ class Tool:
         except PydanticUserError as error:
             raise self._unusable(error) from error
         parameters = _inlined(parameters, parameters.pop("$defs", {}), ())
-        parameters.pop("title", None)
-        parameters.pop("description", None)
-        parameters.setdefault("properties", {})
         if parameters.get("additionalProperties") is False:
             del parameters["additionalProperties"]  # useless to a model, and costs tokens in every prompt
         function = {"name": self.name, "description": description, "parameters": parameters}
