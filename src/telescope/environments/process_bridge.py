@@ -27,11 +27,11 @@ async def main(bridge: str) -> None:
     running: dict[str, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=out, flush=True)
+        print(json.dumps(message, default=float), file=out, flush=True)  # numbers of numpy and torch too
 
     async def answer(request: dict[str, Any]) -> None:
         try:
-            send({"id": request["id"], **await play(request)})
+            send({"id": request["id"], **(await play(request))})
         except BaseException as error:  # also of a result that is no JSON
             traceback.print_exc()
             send({"id": request["id"], "error": f"{type(error).__name__}: {error}"})

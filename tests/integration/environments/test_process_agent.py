@@ -25,7 +25,7 @@ from telescope.environments.registry import environment_class
 from telescope.errors import EnvironmentFailure, UserError
 
 BRIDGE = """
-import asyncio, contextlib, json, os, subprocess, sys, time, types, urllib.request
+import asyncio, contextlib, fractions, json, os, subprocess, sys, time, types, urllib.request
 
 @contextlib.asynccontextmanager
 async def opened(name, options):
@@ -53,15 +53,17 @@ async def opened(name, options):
             await asyncio.sleep(600)
         if kind == "raise":
             raise ValueError("a bad task")
-        if kind == "odd":
-            return {"reward": 1.0, "metrics": {"seen": {1, 2}}}
+        if kind == "number":
+            return {"reward": fractions.Fraction(1, 2)}
+        if kind == "object":
+            return {"reward": object()}
         answer = await asyncio.to_thread(ask, request)
         return {"reward": float(answer == "yxalag"), "metrics": {"sleeper": sleeper.pid, "bridge": os.getpid()}}
 
-    kinds = "answer", "exit", "hang", "slow", "raise", "odd"
+    kinds = ("answer", "exit", "hang", "slow", "raise", "number", "object")
     yield [{"id": kind, "prompt": f"{name} {kind}"} for kind in kinds], play
 """
-ANSWER, EXIT, HANG, SLOW, RAISE, ODD = range(6)
+ANSWER, EXIT, HANG, SLOW, RAISE, NUMBER, OBJECT = range(7)
 
 
 class Scripted(ProcessAgent):
@@ -128,12 +130,16 @@ async def test_tasks_of_a_process_are_played_by_the_policy_several_at_a_time(env
     assert len({result.sample_metrics["bridge"] for result in results}) == 1
     with pytest.raises(EnvironmentFailure, match="ValueError: a bad task"):
         await roll_out(environment, services, RAISE)
-    with pytest.raises(EnvironmentFailure, match=r"TypeError: .*set is not JSON"):
-        await roll_out(environment, services, ODD, seconds=10)
     assert not slow.done()
     slow.cancel()
     await environment.close_resources()
     await gone(int(pid) for pid in results[0].sample_metrics.values())
+
+
+async def test_a_result_that_is_not_json_is_converted_or_named(environment, services):
+    assert (await roll_out(environment, services, NUMBER)).total_reward == 0.5
+    with pytest.raises(EnvironmentFailure, match="must be a string or a real number, not 'object'"):
+        await roll_out(environment, services, OBJECT, seconds=20)
 
 
 async def test_a_process_that_exits_fails_its_tasks_and_is_started_again(environment, services):
