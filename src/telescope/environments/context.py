@@ -13,10 +13,8 @@ be tried without one. Imports nothing heavy.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
@@ -28,6 +26,7 @@ from telescope.environments.records import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import UserError
 from telescope.sandbox.base import ExecResult
+from telescope.utils.child_guard import kill_group
 from telescope.utils.process import describe_exit
 
 MODEL = "policy"
@@ -316,8 +315,7 @@ class RolloutContext(Chat):
             try:
                 stdout, stderr = await process.communicate(stdin.encode())
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill_group(process.pid)
         errors = stderr.decode("utf-8", "replace")
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"

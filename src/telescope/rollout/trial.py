@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.user_code import error_text
 from telescope.errors import UnreachableError, UserError
-from telescope.utils.child_guard import die_with
+from telescope.utils.child_guard import die_with, kill_group
 from telescope.utils.process import describe_exit, log_tail
 
 START_SECONDS = 120.0
@@ -78,8 +78,7 @@ def try_environments(
                 ours.send_bytes(request.encode())
             return _outcome(child, ours, limits, log, say)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            kill_group(child.pid)
             child.wait()
 
 

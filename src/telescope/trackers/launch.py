@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from telescope.record.files import RunFiles
 from telescope.record.run_info import read_run_json
 from telescope.trackers.base import TITLES, TrackedRun
 from telescope.trackers.wandb import wandb_mode
+from telescope.utils.child_guard import kill_group
 from telescope.utils.packages import is_installed
 from telescope.utils.process import sigterm_blocked
 
@@ -101,8 +101,7 @@ class TrackerProcess:
             self._is_killed = True
             sync = f" `wandb sync` uploads what is in {self._files.wandb}." if "wandb" in self.names else ""
             self._warn(f"{self._titles} did not finish in {timeout:g} s and was ended.{sync}")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     def _choose_mode(self) -> bool:
         """Returns whether W&B is used, and sets `mode` and `notice`."""
