@@ -177,10 +177,8 @@ class Endpoint:
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._route(request)
-        except web.HTTPRequestEntityTooLarge:
-            refusal = Refusal(f"Request too large: a body may have {MAX_BODY_BYTES // 2**20} MB.", 413)
-        except Refusal as error:
-            refusal = error
+        except Exception as error:
+            refusal = _refusal(error)
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {"x-should-retry": "false"}
         body = _encode(_error(refusal))
         return web.Response(body=body, status=refusal.status, headers=headers, content_type=_JSON)
@@ -251,8 +249,6 @@ class Endpoint:
             return dialect.read(body), body
         except KeyError as error:
             raise Refusal(f"Missing required parameter: {error}.", param=str(error.args[0])) from error
-        except UserError as error:
-            raise Refusal(str(error)) from error
         except (TypeError, AttributeError, ValueError) as error:
             raise Refusal(f"Invalid type in the body of your request: {error}.") from error
 
@@ -275,11 +271,14 @@ async def _answer(
                 await response.prepare(request)
                 await response.write(b": waiting\n\n")
         try:
-            data = write(_result(task))
-        except Refusal as refusal:
+            if task.cancelled():
+                raise _ended()
+            data = write(task.result())
+        except Exception as error:
             pending.is_read = True
+            refusal = _refusal(error)
             if not response.prepared:
-                raise
+                raise refusal from error
             data = _event(_error(refusal))
         if not response.prepared:
             response.content_length = len(data)
@@ -301,22 +300,21 @@ def _ended() -> Refusal:
     return Refusal("The rollout was ended before this request was answered.", 499, "rollout_ended")
 
 
-def _result(task: asyncio.Future[Answer]) -> Answer:
-    try:
-        return task.result()
-    except asyncio.CancelledError:
-        raise _ended() from None
-    except RefusedCall as error:
-        # Agents compact their history when they find this text or the code.
-        raise Refusal(f"prompt is too long: {error}", code=error.code) from error
-    except UserError as error:
-        raise Refusal(str(error)) from error
-    except InfrastructureError as error:
-        logger.warning("no engine answered an agent's call: %s", error)
-        raise Refusal("The model is not available at the moment. Try again.", 503, "unavailable") from None
-    except Exception:
-        logger.exception("an agent's call failed")
-        raise Refusal("The endpoint failed. Its log has the reason.", 500, "internal_error") from None
+def _refusal(error: Exception) -> Refusal:
+    match error:
+        case Refusal():
+            return error
+        case web.HTTPRequestEntityTooLarge():
+            return Refusal(f"Request too large: a body may have {MAX_BODY_BYTES // 2**20} MB.", 413)
+        case RefusedCall():  # agents compact their history when they find this text or the code
+            return Refusal(f"prompt is too long: {error}", code=error.code)
+        case UserError():
+            return Refusal(str(error))
+        case InfrastructureError():
+            logger.warning("no engine answered an agent's call: %s", error)
+            return Refusal("The model is not available at the moment. Try again.", 503, "unavailable")
+    logger.error("an agent's call failed", exc_info=error)
+    return Refusal("The endpoint failed. Its log has the reason.", 500, "internal_error")
 
 
 def _decode(raw: bytes) -> Any:
