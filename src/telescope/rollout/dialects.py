@@ -184,13 +184,6 @@ class Responses:
     def write(self, answer: Answer, call: Call, body: Body) -> Body:
         """Returns the response body, and stores its conversation."""
         response_id = f"resp_{answer.id}"
-        if body.get("store") is not False:
-            history = [*call.messages[bool(body.get("instructions")) :], message_of(answer.message)]
-            for index, (before, now) in enumerate(zip(next(reversed(self._kept.values()), ()), history, strict=False)):
-                if before != now:
-                    break
-                history[index] = before  # stores a history once, even if an agent sends all of it each time
-            self._kept[response_id] = history
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         output: list[Body] = []
         if answer.reasoning:
@@ -205,6 +198,12 @@ class Responses:
             item = {"type": "function_call", "id": f"fc_{answer.id}_{index}", "call_id": tool["id"]}
             output.append({**item, **tool["function"]})
         if body.get("store") is not False:
+            history = [*call.messages[bool(body.get("instructions")) :], message_of(answer.message)]
+            for index, (before, now) in enumerate(zip(next(reversed(self._kept.values()), ()), history, strict=False)):
+                if before != now:
+                    break
+                history[index] = before  # stores a history once, even if an agent sends all of it each time
+            self._kept[response_id] = history
             self._items |= {item["id"]: item for item in output}
         usage: Body = _usage_of(answer, "input_tokens", "output_tokens")
         usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
