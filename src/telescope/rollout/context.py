@@ -27,7 +27,7 @@ from telescope.environments.tool_template import tool_template
 from telescope.environments.types import RewardRecord
 from telescope.environments.user_code import DeadlinePassed, contain_exits, error_text, within, without_exit
 from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
-from telescope.rollout.answers import parse_answer
+from telescope.rollout.answers import parameters_of, parse_answer
 from telescope.rollout.dialects import PASSED_ON, Refusal, sampling_of
 from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
@@ -160,6 +160,7 @@ class AgentRollout:
             sampling = sampling_of(call.sampling, "max_tokens")
             if unknown := next((name for name in call.sampling if name not in (*KNOWN_SAMPLING, *PASSED_ON)), None):
                 raise UserError(f"sampling has {unknown!r}: it takes {' and '.join(KNOWN_SAMPLING)}")
+            parameters_of(call.tools)  # refuses malformed tools before a completion is sampled
             # Very long texts are refused by their length, because tokenizing them would block the event loop.
             least = (
                 sum(len(text_of(message.get("content"))) for message in call.messages) // self._renderer.longest_token

@@ -258,6 +258,8 @@ async def asks_no_judge(context: RolloutContext) -> str:
         (generates(HI * 1000), "maximum context length"),
         *((generates(HI, tools=tools), "write {'type': 'function'") for tools in (
             "add", ["add"], [print], [{"name": "add"}], [{"function": {}}], {"type": "function"})),
+        *((generates(HI, tools=[{"function": {"name": "add", "parameters": parameters}}]), "malformed: the tool 'add'")
+          for parameters in ("a", ["a"], {"properties": ["a"]})),
         (generates([-1, 2]), "no token -1"), (generates([1, "a"]), "no token 'a'"),
         *((generates(HI, sampling={"max_tokens": value}), f"positive integer, but got {value!r}")
           for value in (0, -1, "5", 2.5)),
