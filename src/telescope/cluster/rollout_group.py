@@ -27,7 +27,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import memory_bytes
 from telescope.config.memory import GIB
-from telescope.config.plan import num_rollout_workers
+from telescope.config.plan import usual_rollout_workers
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
@@ -309,7 +309,7 @@ class RolloutGroup:
             "concurrency_groups": {"exchange": 4},
         }
         self._actor_class: Any = ray.remote(**options)(RolloutActor)
-        num_workers = num_rollout_workers(config, cluster.resources.cpus)
+        num_workers = config.chosen_rollout_workers or usual_rollout_workers(config, cluster.resources.cpus)
         self.handles = [RolloutHandle(self, index) for index in range(num_workers)]
         self._nodes = [cluster.driver_node, *(node for node in cluster.node_names if node != cluster.driver_node)]
         self.infos: list[EnvironmentInfo] = []

@@ -119,16 +119,14 @@ def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple
     return servers, ranks
 
 
-def num_rollout_workers(config: TelescopeConfig, cores: float) -> int:
-    """Returns the number of rollout workers: by default one per 64 samples in flight, at most one per core."""
-    if chosen := config.rollout_num_workers or config.environment_workers:
-        return chosen
+def usual_rollout_workers(config: TelescopeConfig, cores: float) -> int:
+    """Returns the default number of rollout workers: one per 64 samples in flight, at most one per core."""
     in_flight = config.lanes_per_server * config.num_inference_servers
     return max(1, int(min(cores, math.ceil(in_flight / SAMPLES_PER_ROLLOUT_WORKER))))
 
 
 def _rollout_cores(config: TelescopeConfig, cores: float = math.inf) -> float:
-    return config.rollout_cpus_per_worker * num_rollout_workers(config, cores)
+    return config.rollout_cpus_per_worker * (config.chosen_rollout_workers or usual_rollout_workers(config, cores))
 
 
 def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with_trainer: bool = True) -> Placement:
@@ -138,7 +136,8 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with
     """
     if not config.rollout_cpus_per_worker:
         return _plan(config, resources, with_trainer=with_trainer)
-    workers, nodes = num_rollout_workers(config, resources.cpus), resources.nodes
+    workers = config.chosen_rollout_workers or usual_rollout_workers(config, resources.cpus)
+    nodes = resources.nodes
     taken = [config.rollout_cpus_per_worker * len(range(i, workers, len(nodes))) for i in range(len(nodes))]
     left = tuple(replace(node, cpus=max(0.0, node.cpus - cpus)) for node, cpus in zip(nodes, taken, strict=True))
     try:

@@ -130,6 +130,11 @@ class TelescopeConfig(
         return self.eval_num_servers if self.evals else 0
 
     @property
+    def chosen_rollout_workers(self) -> int | None:
+        """Rollout workers that the user chose."""
+        return self.rollout_num_workers or self.environment_workers
+
+    @property
     def lanes_per_server(self) -> int:
         """Samples that one server generates at once."""
         return self.max_concurrent_prompts_per_server * self.group_size
