@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import math
 import os
 import signal
@@ -104,6 +105,8 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs `main(argv)` as the entry point of the `telescope` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a command in the background ignores it
         signal.signal(signal.SIGINT, _exit_interrupted)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: a locale without an arrow ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")
     from telescope.utils.process import run_and_exit
 
     run_and_exit(lambda: main(argv))

@@ -1,5 +1,9 @@
 """Errors on the terminal."""
 
+import os
+import subprocess
+import sys
+
 from telescope.cli import main
 from telescope.errors import ConfigError
 
@@ -11,6 +15,14 @@ def test_a_problem_is_printed_once_and_without_control_sequences(monkeypatch, ca
     monkeypatch.setattr(main, "_dispatch", refuse)
     assert main.main(["train"]) == main.EXIT_BAD_INPUT
     assert capsys.readouterr().err == "telescope: template is red\n"
+
+
+def test_a_locale_without_a_character_gets_its_number():
+    command = [sys.executable, "-m", "telescope", "config", "explain", "interleaved_rollouts"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "across turns \\u2014 avoids" in " ".join(done.stdout.split())
 
 
 def test_a_command_whose_package_is_missing_says_how_to_install_it(monkeypatch, capsys):
