@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.main import CommandParser, make_console
-from telescope.config import EnvironmentEntry, EvalEntry, load_config
+from telescope.config import load_config
 from telescope.config.base import Section
 from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section, resolved_yaml
+from telescope.config.messages import ENTRY_TYPES
 from telescope.config.other_names import hint
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
@@ -60,7 +61,6 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-ENTRIES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
 WIDEST = 118  # columns; longer lines of prose are hard to read
 
 
@@ -121,8 +121,8 @@ def explain(console: Console, name: str) -> None:
             _print_field(console, field)
             return
     entries, dot, key = wanted.partition(".")
-    if dot and entries in ENTRIES:
-        keys = {field.name: field for field in describe_section(ENTRIES[entries])}
+    if dot and entries in ENTRY_TYPES:
+        keys = {field.name: field for field in describe_section(ENTRY_TYPES[entries])}
         if key not in keys:
             near = did_you_mean(key, keys)
             raise UserError(f"An entry of {entries} has no key '{key}'.{near} The keys are {', '.join(keys)}")
@@ -136,7 +136,7 @@ def explain(console: Console, name: str) -> None:
             print_sections(console, [section])
             return
     known = [field for section in SECTIONS for field in section.model_fields]
-    known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
+    known += [f"{entries}.{key}" for entries, kind in ENTRY_TYPES.items() for key in kind.model_fields]
     raise UserError(f"There is no field or section '{name}'.{hint(wanted, known)} `telescope config explain` lists all")
 
 
@@ -153,10 +153,10 @@ def _print_field(console: Console, field: FieldDescription) -> None:
             about = "" if rule.fields[0] == field.name else f"{rule.fields[0]} "
             grid.add_row("rule", Text(f"{about}{rule.statement}"))
     console.print(grid)
-    if field.name in ENTRIES:
+    if field.name in ENTRY_TYPES:
         console.print("\nEach entry of the list:")
         entries = _grid()
-        for part in describe_section(ENTRIES[field.name]):
+        for part in describe_section(ENTRY_TYPES[field.name]):
             entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
         console.print(entries)
 

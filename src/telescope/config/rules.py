@@ -15,7 +15,7 @@ from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_w
 from telescope.config.base import Rule, requires, up_to_multiple
 from telescope.config.lora import LORA_RULES
 from telescope.config.megatron import MEGATRON_RULES
-from telescope.config.messages import show
+from telescope.config.messages import ENTRY_TYPES, show
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,15 +47,13 @@ def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
 
 def _problem(rule: Rule, config: TelescopeConfig) -> str:
     field = rule.fields[0]
-    if field == "environments":
-        return f"environments {rule.statement}. {rule.fix(config)}"
-    broken = f"{field} is {show(getattr(config, field))}, but it {rule.statement}{_because(rule, config)}"
-    return f"{broken}. {rule.fix(config)}"
+    subject = field if field in ENTRY_TYPES else f"{field} is {show(getattr(config, field))}, but it"
+    return f"{subject} {rule.statement}{_because(rule, config)}. {rule.fix(config)}"
 
 
 def _because(rule: Rule, config: TelescopeConfig) -> str:
-    others = [name for name in rule.fields[1:] if name not in ("environments", "evals")]
-    return f" ({', '.join(f'{name} is {show(getattr(config, name))}' for name in others)})" if others else ""
+    others = ", ".join(f"{name} is {show(getattr(config, name))}" for name in rule.fields[1:])
+    return f" ({others})" if others else ""
 
 
 def _facts(config: TelescopeConfig) -> AlgorithmFacts:
