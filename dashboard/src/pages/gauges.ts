@@ -2,6 +2,7 @@
 
 import { bisectRight } from "d3-array";
 import type { GaugeSeries, Value } from "../types";
+import { visible } from "../text/hostile";
 
 export type { GaugeSeries };
 
@@ -55,5 +56,5 @@ export function ownerOf(series: GaugeSeries, severalNodes: boolean): string {
   // Of a sandbox's failure the kind is the first word.
   if (own === "sandbox") return shortError(Object.values(series.labels).reverse().join(" "));
   const labels = Object.values(series.labels ?? {}).join(" ");
-  return [severalNodes && series.node ? series.node : "", own, labels].filter(Boolean).join(" ");
+  return visible([severalNodes && series.node ? series.node : "", own, labels].filter(Boolean).join(" "));
 }

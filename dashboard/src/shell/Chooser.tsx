@@ -1,6 +1,7 @@
 /** A dialog that chooses some of many things and their order: columns of a table, charts of a page. */
 
 import { useMemo, useState } from "react";
+import { visible } from "../text/hostile";
 import { Dialog } from "./Dialog";
 
 export interface Option {
@@ -81,16 +82,16 @@ function Body({ options, chosen, onChange, reset }: ChooserProps) {
               onKeyDown={(event) => key(event, at)}
             >
               <span className="grip" aria-hidden />
-              <span className="cut" title={id}>
-                {known.get(id)?.title ?? id}
+              <span className="cut" title={visible(id)}>
+                {visible(known.get(id)?.title ?? id)}
               </span>
-              <button disabled={at === 0} aria-label={`Move ${id} up`} title="Up (Alt ↑)" onClick={() => move(at, at - 1)}>
+              <button disabled={at === 0} aria-label={`Move ${visible(id)} up`} title="Up (Alt ↑)" onClick={() => move(at, at - 1)}>
                 ↑
               </button>
-              <button disabled={at === chosen.length - 1} aria-label={`Move ${id} down`} title="Down (Alt ↓)" onClick={() => move(at, at + 1)}>
+              <button disabled={at === chosen.length - 1} aria-label={`Move ${visible(id)} down`} title="Down (Alt ↓)" onClick={() => move(at, at + 1)}>
                 ↓
               </button>
-              <button aria-label={`Take ${id} away`} title="Take away" onClick={() => onChange(chosen.filter((other) => other !== id))}>
+              <button aria-label={`Take ${visible(id)} away`} title="Take away" onClick={() => onChange(chosen.filter((other) => other !== id))}>
                 ×
               </button>
             </li>
@@ -105,8 +106,8 @@ function Body({ options, chosen, onChange, reset }: ChooserProps) {
             <div key={section}>
               <h3>{section}</h3>
               {members.map((option) => (
-                <button key={option.id} onClick={() => onChange([...chosen, option.id])} title={`Show ${option.id}`}>
-                  <span className="cut">{option.title}</span>
+                <button key={option.id} onClick={() => onChange([...chosen, option.id])} title={`Show ${visible(option.id)}`}>
+                  <span className="cut">{visible(option.title)}</span>
                   <span className="f cut">{option.hint}</span>
                 </button>
               ))}

@@ -75,7 +75,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
       out.push({ title: visible(run.name), hint: `run ${run.id}, ${statusWord(run.status)}`, run: () => go(elsewhere(place, { run: run.id, page: "overview" })) });
     if (place.run !== null)
       for (const metric of Object.keys(steps?.metrics ?? {}))
-        out.push({ title: metric, hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });
+        out.push({ title: visible(metric), hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });
     for (const [name, value] of Object.entries(config ?? {}))
       out.push({ title: visible(name), hint: `setting, ${setting(value)}`, run: () => go(elsewhere(place, { page: "overview" }, { config: "all", setting: name })) });
     for (const theme of THEMES) out.push({ title: `Theme: ${theme}`, hint: "command", run: () => setTheme(theme) });

@@ -3,6 +3,7 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
 import { count } from "../../format";
+import { visible } from "../../text/hostile";
 
 export interface Entry {
   id: string;
@@ -48,10 +49,10 @@ export function Files({ entries, chosen, choose }: { entries: Entry[]; chosen: s
               );
             const cut = row.path.lastIndexOf("/") + 1;
             return (
-              <button key={row.id} style={style} aria-current={row.id === chosen ? "true" : undefined} title={row.path} onClick={() => choose(row.id)}>
+              <button key={row.id} style={style} aria-current={row.id === chosen ? "true" : undefined} title={visible(row.path)} onClick={() => choose(row.id)}>
                 <span className="path">
-                  <span className="f dir">{row.path.slice(0, cut)}</span>
-                  <span className="name">{row.path.slice(cut)}</span>
+                  <span className="f dir">{visible(row.path.slice(0, cut))}</span>
+                  <span className="name">{visible(row.path.slice(cut))}</span>
                 </span>
                 {row.added !== undefined && (
                   <span className="s">

@@ -1,7 +1,8 @@
 /** Lines of code or of a diff, of any number: only those in view are drawn. */
 
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { Fragment, useMemo, useRef } from "react";
+import { useMemo, useRef } from "react";
+import { Plain } from "../../text/SafeText";
 import type { DiffRow } from "./diff";
 import { languageOf, lines, type Piece } from "./highlight";
 
@@ -34,7 +35,11 @@ function Rows({ rows, label }: { rows: Row[]; label: string }) {
                 </i>
               ))}
               {columns > 1 && <u>{row.kind === "added" ? "+" : row.kind === "removed" ? "−" : " "}</u>}
-              {row.pieces.map((piece, i) => (piece.className ? <span key={i} className={piece.className}>{piece.text}</span> : <Fragment key={i}>{piece.text}</Fragment>))}
+              {row.pieces.map((piece, i) => (
+                <span key={i} className={piece.className || undefined}>
+                  <Plain text={piece.text} />
+                </span>
+              ))}
             </div>
           );
         })}

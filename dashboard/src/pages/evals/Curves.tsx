@@ -82,7 +82,7 @@ export function otherMetrics(curve: EvalRow[]): string[] {
 }
 
 export function OtherMetrics({ curve }: { curve: EvalRow[] }) {
-  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: name, color: Object.values(COLORS)[i]!, x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name })), [curve]);
+  const lines = useMemo(() => otherMetrics(curve).map((name, i): Line => ({ label: visible(name), color: Object.values(COLORS)[i]!, x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: visible(name) })), [curve]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
   if (lines.length === 0) return null;
   return <Chart title="Other metrics" unit="after steps" axis="version" x={x} lines={lines} low={0} right={LABEL_PX} />;

@@ -124,7 +124,7 @@ function EvalLine({ name, rows, range, on }: { name: string; rows: EvalRow[]; ra
   return (
     <button className={`el ${on ? "on" : ""}`} aria-pressed={on} onClick={() => setParams({ eval: name, before: null, after: null, item: null })}>
       <span className="cut">
-        {name}
+        {visible(name)}
         <span className="s f cut" title={words(rows[0]!)}>
           {short(rows[0]!)}
         </span>
@@ -174,7 +174,7 @@ function Slices({ items }: { items: Item[] }) {
         const at = (share: number) => `${100 * share}%`;
         return (
           <div key={slice.name} className="sl" title={`${percent(result.before)} to ${percent(result.after)}`}>
-            <span className="cut">{slice.name}</span>
+            <span className="cut">{visible(slice.name)}</span>
             <span className="track">
               <i className="range" style={{ left: at(low), width: at(high - low) }} />
               <i className="move" style={{ left: at(Math.min(result.before, result.after)), width: at(Math.abs(result.gain)) }} />
@@ -216,7 +216,7 @@ function EveryEval({ rows }: { rows: EvalRow[] }) {
         </thead>
         <tbody>
           {sorted.map((row) => (
-            <tr key={`${row.attempt}/${row.eval_id}`} title={row.error ?? row.eval_id}>
+            <tr key={`${row.attempt}/${row.eval_id}`} title={visible(row.error ?? row.eval_id)}>
               <td>{count(row.version)}</td>
               {mixed && <td className="d">{row.source === "live" ? "in training" : "later"}</td>}
               {row.status === "finished" ? (
@@ -253,7 +253,8 @@ interface VerdictProps {
   isRead: boolean;
 }
 
-function Verdict({ name, curve, first, range, before, after, items, isRead }: VerdictProps) {
+function Verdict({ name: eval_name, curve, first, range, before, after, items, isRead }: VerdictProps) {
+  const name = visible(eval_name);
   if (!before || !after)
     return (
       <div className="verdict">

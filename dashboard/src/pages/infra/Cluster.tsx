@@ -5,6 +5,7 @@ import { NONE, number, percent } from "../../format";
 import type { Value } from "../../types";
 import { useParam } from "../../state/url";
 import { byRole, type Device, type Machine, roleColor, roleOfDevice } from "./infra";
+import { visible } from "../../text/hostile";
 
 /** With more devices, those of one role on a machine share a line until the machine is opened. */
 const MOST_DEVICES = 16;
@@ -54,9 +55,9 @@ function Map({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
       </p>
       <div className={`map ${nodes.length > MOST_NODES ? "small" : ""}`}>
         {nodes.map((node) => (
-          <section key={node.name} aria-label={node.name}>
+          <section key={node.name} aria-label={visible(node.name)}>
             <h2>
-              <b className="cut">{node.name}</b>
+              <b className="cut">{visible(node.name)}</b>
               <span className="f s">
                 CPU {percent(node.cpu, 0)}, {gib(node.memoryUsed)} of {gib(node.memoryTotal)} GiB
               </span>
@@ -117,10 +118,10 @@ function Table({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
               <td>
                 {many && node.devices.length > 0 ? (
                   <button aria-expanded={opened.has(node.name)} onClick={() => toggle(node.name)}>
-                    <b>{node.name}</b> <span className="f">{opened.has(node.name) ? "▾" : "▸"}</span>
+                    <b>{visible(node.name)}</b> <span className="f">{opened.has(node.name) ? "▾" : "▸"}</span>
                   </button>
                 ) : (
-                  <b>{node.name}</b>
+                  <b>{visible(node.name)}</b>
                 )}
               </td>
               <td className="d">CPU, load {number(node.load, 1)}</td>

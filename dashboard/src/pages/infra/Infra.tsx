@@ -22,6 +22,7 @@ import { Sandboxes } from "./Sandboxes";
 import { type ChartSpec, machines, otherChart, roleOf, SANDBOXES, SECTIONS, seriesOf } from "./infra";
 import "../panes.css";
 import "./infra.css";
+import { visible } from "../../text/hostile";
 
 /** The axis of its charts, and a part of it in the address in seconds since the start of the run. */
 const CLOCK = "clock";
@@ -186,8 +187,8 @@ function Topology({ info }: { info: RunInfo }) {
           <dl className="kv">
             {topology.map(([name, value]) => (
               <div key={name}>
-                <dt title={name}>{name.replace("inference server", "server").replace("trainer rank", "rank").replaceAll("_", " ")}</dt>
-                <dd>{String(value)}</dd>
+                <dt title={visible(name)}>{visible(name.replace("inference server", "server").replace("trainer rank", "rank").replaceAll("_", " "))}</dt>
+                <dd>{visible(value)}</dd>
               </div>
             ))}
           </dl>

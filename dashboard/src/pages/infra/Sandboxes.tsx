@@ -2,6 +2,7 @@ import { runPath } from "../../api";
 import { count, number } from "../../format";
 import { useResource } from "../../state/resource";
 import type { SandboxTimes, Value } from "../../types";
+import { visible } from "../../text/hostile";
 
 /** How long creating sandboxes, using them and waiting for them took. */
 export function Sandboxes({ run, span, version }: { run: string; span: { start: Value; end: Value }; version: string }) {
@@ -15,7 +16,7 @@ export function Sandboxes({ run, span, version }: { run: string; span: { start: 
       <tbody>
         {times.map((row) => (
           <tr key={row.name}>
-            <td>{row.name}</td>
+            <td>{visible(row.name)}</td>
             <td className="r">{count(row.count)}</td>
             <td className="r">{number(row.p50, 3)} s</td>
             <td className="r">{number(row.p95, 3)} s</td>

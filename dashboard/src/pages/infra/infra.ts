@@ -2,6 +2,7 @@
 
 import type { Value } from "../../types";
 import { lastOf, meanReading, ownerOf, perOther, rate, type GaugeSeries } from "../gauges";
+import { visible } from "../../text/hostile";
 
 export interface ChartSpec {
   title: string;
@@ -206,7 +207,7 @@ const SHOWN = new Set(SECTIONS.flatMap((section) => section.charts.flatMap((char
 /** Returns a chart for any other gauge: counters as rates, histograms as means. Null for parts of a histogram and known ones. */
 export function otherChart(name: string, names: ReadonlySet<string>): ChartSpec | null {
   if (SHOWN.has(name) || name === "gpu_given" || /_(bucket|created|count)$/.test(name)) return null;
-  const title = name.replace(/^(vllm|telescope):/, "");
+  const title = visible(name.replace(/^(vllm|telescope):/, ""));
   const histogram = /^(.+)_sum$/.exec(name)?.[1];
   if (histogram && names.has(`${histogram}_count`)) return { title: title.replace(/_sum$/, ""), unit: "mean", ...meanSeconds(histogram) };
   if (/_total$/.test(name)) return { title, unit: "a second", names: [name], of: rates, low: 0 };

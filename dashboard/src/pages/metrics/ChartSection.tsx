@@ -6,6 +6,7 @@ import { type Layout, moveMetric, moveSection, removeSection, renameSection, ste
 import { DRAGGED_METRIC, DRAGGED_SECTION, Grip, useDrop } from "./Grip";
 import { MetricChart } from "./MetricChart";
 import type { View } from "./series";
+import { visible } from "../../text/hostile";
 
 interface SectionProps {
   /** Its place in the layout. */
@@ -23,7 +24,8 @@ interface SectionProps {
 }
 
 export function ChartSection({ index, layout, change, isNew, runs, view, open, fill, found }: SectionProps) {
-  const { title, metrics: all } = layout.sections[index]!;
+  const { metrics: all } = layout.sections[index]!;
+  const title = visible(layout.sections[index]!.title);
   const metrics = all.filter(found);
   const [naming, setNaming] = useState(isNew);
   const rename = (name: string) => {

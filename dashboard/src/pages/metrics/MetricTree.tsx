@@ -11,6 +11,7 @@ import { count, number } from "../../format";
 import { useParam } from "../../state/url";
 import { DRAGGED_METRIC } from "./Grip";
 import { treeRows } from "./tree";
+import { visible } from "../../text/hostile";
 
 const ROW = 20;
 const SECTION = 28;
@@ -99,8 +100,8 @@ export function MetricTree({ run, names, shown, toggle, open, opened, close }: M
             const last = lastRow(values);
             const on = shown.has(row.name);
             return (
-              <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={row.name} draggable onDragStart={(event) => event.dataTransfer.setData(DRAGGED_METRIC, row.name)}>
-                <input type="checkbox" {...reached} checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${row.name}`} />
+              <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={visible(row.name)} draggable onDragStart={(event) => event.dataTransfer.setData(DRAGGED_METRIC, row.name)}>
+                <input type="checkbox" {...reached} checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${visible(row.name)}`} />
                 <button {...reached} className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
                   <Middle text={row.label} />
                 </button>

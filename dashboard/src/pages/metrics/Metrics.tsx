@@ -23,6 +23,7 @@ import { usePlaced, type View } from "./series";
 import { Toolbar } from "./Toolbar";
 import { fitsSearch, place as placeOfMetric } from "./tree";
 import "./metrics.css";
+import { visible } from "../../text/hostile";
 
 export function Metrics() {
   const run = useRunId();
@@ -156,7 +157,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
         </div>
       </div>
       {full && names.includes(full) && (
-        <Dialog opened bare full close={() => setFull(null)} title={full}>
+        <Dialog opened bare full close={() => setFull(null)} title={visible(full)}>
           <MetricChart metric={full} runs={runs} view={view} close={() => setFull(null)} named />
         </Dialog>
       )}

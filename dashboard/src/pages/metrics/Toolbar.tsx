@@ -12,6 +12,7 @@ import { setParams, useParam } from "../../state/url";
 import type { Environment } from "../../types";
 import { MetricField } from "./ScaleDialog";
 import { titleOf } from "./tree";
+import { visible } from "../../text/hostile";
 
 const AXES: [XAxis, string][] = [
   ["step", "Step"],
@@ -135,9 +136,9 @@ function Samples({ run, environments }: { run: string; environments: readonly En
   return (
     <>
       {(names.length > 1 || environment) && (
-        <Choice label="Environment" title={environment || "all"} items={[{ title: "all", run: () => setEnvironment(null) }, ...names.map((name) => ({ title: name, run: () => setEnvironment(name) }))]} />
+        <Choice label="Environment" title={visible(environment) || "all"} items={[{ title: "all", run: () => setEnvironment(null) }, ...names.map((name) => ({ title: visible(name), run: () => setEnvironment(name) }))]} />
       )}
-      {(values.length > 1 || tag) && <Choice label="Tag" title={tag || "any"} items={[{ title: "any", run: () => setTag(null) }, ...values.map((value) => ({ title: value, run: () => setTag(value) }))]} />}
+      {(values.length > 1 || tag) && <Choice label="Tag" title={visible(tag) || "any"} items={[{ title: "any", run: () => setTag(null) }, ...values.map((value) => ({ title: visible(value), run: () => setTag(value) }))]} />}
     </>
   );
 }

@@ -2,6 +2,7 @@
 
 import { statisticOf } from "../../charts/sources";
 import type { Section } from "../../state/layouts";
+import { visible } from "../../text/hostile";
 
 interface TreeRow {
   kind: "section" | "group" | "metric";
@@ -39,7 +40,7 @@ export function titleOf(name: string): { title: string; unit: string; name: stri
   const whole = rest.length === 0 || (!ofGroup && base.length <= LONGEST_TITLE);
   const title = whole ? base : rest.slice(ofGroup ? 1 : 0).join("/");
   const unit = [whole ? "" : ofGroup ? (section === "eval" ? `eval ${rest[0]}` : rest[0]) : section, statistic === "pct" ? "%" : statistic, unitOf(name)].filter(Boolean).join(", ");
-  return { title, unit, name };
+  return { title: visible(title), unit: visible(unit), name: visible(name) };
 }
 
 /** Returns the unit that a metric's name tells. */
@@ -73,11 +74,11 @@ export function treeRows(names: string[], search: string, closed: Set<string>): 
   for (const section of [...sections.keys()].sort(order)) {
     const groups = sections.get(section)!;
     const count = [...groups.values()].reduce((sum, metrics) => sum + metrics.length, 0);
-    out.push({ kind: "section", label: section, name: section, depth: 0, count });
+    out.push({ kind: "section", label: visible(section), name: section, depth: 0, count });
     if (closed.has(section) && !search.trim()) continue;
     for (const group of [...groups.keys()].sort()) {
-      if (group) out.push({ kind: "group", label: group, name: `${section}/${group}`, depth: 1 });
-      for (const [metric, name] of groups.get(group)!) out.push({ kind: "metric", label: metric, name, depth: group ? 2 : 1 });
+      if (group) out.push({ kind: "group", label: visible(group), name: `${section}/${group}`, depth: 1 });
+      for (const [metric, name] of groups.get(group)!) out.push({ kind: "metric", label: visible(metric), name, depth: group ? 2 : 1 });
     }
   }
   return out;

@@ -9,6 +9,7 @@ import { Plain } from "../../text/SafeText";
 import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
 import type { Value } from "../../types";
 import type { SamplePage, SampleRow } from "./types";
+import { visible } from "../../text/hostile";
 
 const ROW = 20;
 /** Height of a search hit: one line for its numbers, one for the text around the match. */
@@ -97,7 +98,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
           <span className="r">step</span>
           <span />
           <span className="cut">prompt, answer</span>
-          <span className="r cut">{besideTitle(sort)}</span>
+          <span className="r cut">{visible(besideTitle(sort))}</span>
           <span className="r cut">reward</span>
           <span>status</span>
         </div>
@@ -112,14 +113,14 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
             if (!row) return <div key={index} className="ar f" style={style}>…</div>;
             const filled = level(squareValue(row, filling.by), filling.scaleOf(row.environment));
             const square = <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>;
-            const why = row.eval_name ? `eval ${row.eval_name}` : fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment));
+            const why = row.eval_name ? `eval ${visible(row.eval_name)}` : fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment));
             const step = row.eval_name ? `◇${row.step + 1}` : count(row.step);
             const common = {
               role: "option",
               "aria-selected": row.sample_id === sample,
               style,
               onClick: () => onSelect(row),
-              title: [row.sample_id, row.status, row.reason].filter(Boolean).join(", "),
+              title: visible([row.sample_id, row.status, row.reason].filter(Boolean).join(", ")),
             };
             const look = `${row.sample_id === sample ? " sel" : ""}${row.status === "kept" || row.status === "eval" ? "" : " x"}`;
             if (search) {

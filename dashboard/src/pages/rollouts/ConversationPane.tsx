@@ -5,7 +5,7 @@ import { wordDiff } from "./compare";
 import { useKeys } from "../../shell/keys";
 import { completion, conversation, sections, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
-import { clip } from "../../text/hostile";
+import { clip, visible } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
 import { ColorKey, Readout, TokenView } from "./TokenView";
 import { availableViews, tokenParts, tokensOf, type Token, type TokenView as View } from "./tokens";
@@ -127,7 +127,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
       <div className="conv" ref={box} tabIndex={0} role="group" aria-label="Messages">
         {detail.failure_message && (
           <div className="msg">
-            <span className="w">{detail.failure_kind ?? "failure"}</span>
+            <span className="w">{visible(detail.failure_kind ?? "failure")}</span>
             <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
           </div>
         )}
@@ -219,7 +219,7 @@ function Body({ message, search }: { message: Message; search: string }) {
   if (role === "tool call") {
     return (
       <Clipped text={text} search={search}>
-        {(shown) => <pre className="code">{search ? <Plain text={shown} search={search} /> : <Suspense fallback={shown}><Code code={shown} language={message.name === "bash" ? "bash" : shown.startsWith("{") ? "json" : "python"} /></Suspense>}</pre>}
+        {(shown) => <pre className="code">{search ? <Plain text={shown} search={search} /> : <Suspense fallback={<Plain text={shown} />}><Code code={shown} language={message.name === "bash" ? "bash" : shown.startsWith("{") ? "json" : "python"} /></Suspense>}</pre>}
       </Clipped>
     );
   }
@@ -288,7 +288,7 @@ function Notes({ message: { notes }, search }: { message: Message; search: strin
     <dl className="gold notes" aria-label="Notes of the environment">
       {notes.map((note) => (
         <Fragment key={`${note.number}/${note.key}`}>
-          <dt title={note.type ?? undefined}><Plain text={note.key || "note"} /></dt>
+          <dt title={visible(note.type ?? "")}><Plain text={note.key || "note"} /></dt>
           <dd><Clipped text={note.value ?? ""} search={search} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
         </Fragment>
       ))}
@@ -306,7 +306,7 @@ function Gold({ golden, search }: { golden: Record<string, string>; search: stri
       <dl className="gold">
         {entries.map(([name, value]) => (
           <Fragment key={name}>
-            <dt>{name}</dt>
+            <dt>{visible(name)}</dt>
             <dd><Clipped text={String(value)} search={search} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
           </Fragment>
         ))}

@@ -6,6 +6,7 @@ import { count } from "../../format";
 import { setParams, usePlace, useRange } from "../../state/url";
 import { FACETS, formatList, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseList, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
 import type { Facets as Counts } from "./types";
+import { visible } from "../../text/hostile";
 
 const TAG = "tag:";
 const MOST_SHOWN = 8;
@@ -28,7 +29,7 @@ export function Facets({ counts, total }: { counts: Counts; total: number }) {
     if (!entries || entries.length === 0 || (entries.length === 1 && name !== "status" && chosen.length === 0)) return null;
     return (
       <dl key={name}>
-        <dt>{title}</dt>
+        <dt>{visible(title)}</dt>
         {entries.slice(0, MOST_SHOWN).map((entry) => {
           const on = chosen.length === 0 || chosen.includes(entry.value);
           return (
@@ -39,7 +40,7 @@ export function Facets({ counts, total }: { counts: Counts; total: number }) {
                 className={`${on ? "" : "off"} ${entry.count ? "" : "zero"}`}
                 onClick={() => setParams({ ...choose(entry.value), list: "answers" })}
               >
-                {entry.value}
+                {visible(entry.value)}
                 <b>{count(entry.count)}</b>
               </button>
             </dd>
@@ -66,7 +67,7 @@ export function Ranges({ metrics }: { metrics: readonly string[] }) {
         return (
           <dd key={text}>
             <button title="Take this range away" onClick={() => change(ranges.filter((other) => other !== text))}>
-              {range ? rangeWords(range) : text} ×
+              {visible(range ? rangeWords(range) : text)} ×
             </button>
           </dd>
         );
@@ -113,7 +114,7 @@ function RangeForm({ metrics, add }: { metrics: readonly string[]; add: (range: 
           ))}
           {metrics.map((name) => (
             <option key={name} value={name}>
-              {name}
+              {visible(name)}
             </option>
           ))}
         </select>

@@ -29,7 +29,7 @@ interface SquaresProps {
 export function Squares({ samples, environment, filling, selected, onSelect }: SquaresProps) {
   const gap = gapOf(samples.length);
   const size = Math.max(3, Math.min(SIDE, Math.floor((WIDEST + gap) / Math.max(1, samples.length)) - gap));
-  const title = SQUARES.find(([name]) => name === filling.by)?.[1] ?? filling.by.replace(METRIC, "");
+  const title = SQUARES.find(([name]) => name === filling.by)?.[1] ?? visible(filling.by.replace(METRIC, ""));
   return (
     <span className="sq" style={{ gap }}>
       {samples.map((sample) => {
@@ -83,7 +83,7 @@ export function GroupList({ groups, scaleOf, filling = { by: "reward", scaleOf }
               className={`gr${one.id === group ? " sel" : ""}${one.status === "kept" ? "" : " x"}`}
               style={{ transform: `translateY(${start}px)` }}
               onClick={() => first && onSelect(one.samples.some((answer) => answer.id === sample) ? sample : first)}
-              title={one.reason ? `${one.status}: ${one.reason}` : (one.status ?? "")}
+              title={visible(one.reason ? `${one.status}: ${one.reason}` : (one.status ?? ""))}
             >
               <span className="f">{one.id}</span>
               <span className="cut" title={visible(inLine(one.prompt))}><Plain text={inLine(one.prompt)} /></span>

@@ -7,6 +7,7 @@ import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import type { InFlight as Row } from "../../types";
 import { flightGroups } from "./flight";
+import { visible } from "../../text/hostile";
 
 const TICK_MS = 1000;
 
@@ -41,7 +42,7 @@ export function InFlight({ run, version, size }: { run: string; version: number 
           {groups.map((group) => (
             <tr key={`${group.attempt}/${group.id}`}>
               <td className="f">{number(group.id)}</td>
-              <td className="cut">{group.environment}</td>
+              <td className="cut">{visible(group.environment)}</td>
               <td title={group.running.map((index) => `answer ${index + 1}`).join(", ")}>
                 {count(group.running.length)}
                 {size !== null && <span className="f"> of {count(size)}</span>}

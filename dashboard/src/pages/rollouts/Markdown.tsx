@@ -4,6 +4,7 @@ import { Marked, type Token, type Tokens } from "marked";
 import { lazy, Suspense, useMemo } from "react";
 import { loaded } from "../../api";
 import { nextTex, texAt, type Tex as Formula } from "./math";
+import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 
 const Tex = lazy(() => loaded(() => import("./Tex")));
@@ -141,7 +142,7 @@ function One({ token, search, depth }: { token: Token; search: string; depth: nu
       return (
         <pre>
           {search ? plain(text) : (
-            <Suspense fallback={text}>
+            <Suspense fallback={plain(text)}>
               <Code code={text} language={(lang ?? "").trim().toLowerCase().split(/\s/)[0] ?? ""} />
             </Suspense>
           )}
@@ -152,7 +153,7 @@ function One({ token, search, depth }: { token: Token; search: string; depth: nu
     case "tex": {
       const formula = (token as unknown as { formula: Formula }).formula;
       return (
-        <Suspense fallback={<code>{formula.raw}</code>}>
+        <Suspense fallback={<code>{plain(formula.raw)}</code>}>
           <Tex key={formula.raw} {...formula} />
         </Suspense>
       );
@@ -197,8 +198,8 @@ function One({ token, search, depth }: { token: Token; search: string; depth: nu
     case "image": {
       const image = token as Tokens.Image;
       return (
-        <span className="fold" title={image.href}>
-          [image {image.text || image.href}, not loaded]
+        <span className="fold" title={visible(image.href)}>
+          [image {plain(image.text || image.href)}, not loaded]
         </span>
       );
     }

@@ -17,8 +17,8 @@ export function Rows({ rows }: { rows: readonly Row[] }) {
     <dl className="kv">
       {rows.map(([name, value]) => (
         <div key={name}>
-          <dt className="cut" title={name}>{name}</dt>
-          <dd>{value}</dd>
+          <dt className="cut" title={visible(name)}>{visible(name)}</dt>
+          <dd>{typeof value === "string" ? visible(value) : value}</dd>
         </div>
       ))}
     </dl>
@@ -104,7 +104,7 @@ function Both({ first, second }: { first: Detail; second: Detail }) {
         <tbody>
           {pairs(first, second).map((pair) => (
             <tr key={pair.name} className={pair.first === pair.second ? "same" : ""}>
-              <td className="cut" title={pair.name}>{pair.name}</td>
+              <td className="cut" title={visible(pair.name)}>{visible(pair.name)}</td>
               <td className="r" title={pair.first}>{pair.first}</td>
               <td className="r" title={pair.second}>{pair.second}</td>
             </tr>

@@ -228,7 +228,7 @@ export function Rollouts() {
             <span>
               <b>All steps</b>{" "}
               <select className="sort" aria-label="Order" value={sort} onChange={(event) => setParams({ sort: event.target.value === "step" ? null : event.target.value })}>
-                {[...SORTS, ...metrics.flatMap(metricSorts)].map(([value, title]) => <option key={value} value={value}>{title}</option>)}
+                {[...SORTS, ...metrics.flatMap(metricSorts)].map(([value, title]) => <option key={value} value={value}>{visible(title)}</option>)}
               </select>
             </span>
           )}
@@ -315,7 +315,7 @@ function Legend({ by, metrics, scale }: { by: string; metrics: readonly string[]
       <label>
         squares by{" "}
         <select className="sort" value={by} onChange={(event) => setParams({ squares: event.target.value === "reward" ? null : event.target.value }, true)}>
-          {[...SQUARES, ...metrics.map((name) => [`${METRIC}${name}`, name] as const)].map(([value, title]) => <option key={value} value={value}>{title}</option>)}
+          {[...SQUARES, ...metrics.map((name) => [`${METRIC}${name}`, name] as const)].map(([value, title]) => <option key={value} value={value}>{visible(title)}</option>)}
         </select>
       </label>
       <span className="sq" aria-hidden="true">{number(scale.low)} {[0, 1, 2, 3, 4].map((one) => <i key={one} className={`l${one}`} />)} {number(scale.high)}</span>

@@ -8,6 +8,7 @@ import { Squares } from "./GroupList";
 import { openAnswer, PromptGroups, usePromptGroups } from "./Prompts";
 import type { Filling, RewardScale } from "./squares";
 import type { Detail, Group } from "./types";
+import { visible } from "../../text/hostile";
 
 /** Number of metrics beside each answer. The pane of numbers has the others. */
 const MOST_METRICS = 3;
@@ -65,7 +66,7 @@ function AllAnswers({ group, filling, selected, onSelect }: { group: Group; fill
           <th className="r">tokens</th>
           {sums && <th className="r" title="Sum of the engine's logprobs of the tokens that the model sampled">sum logprob</th>}
           {sums && <th className="r" title="Probability of the answer: trainer / engine, over the trained tokens">ratio</th>}
-          {names.map((name) => <th key={name} className="r cut" title={name}>{name}</th>)}
+          {names.map((name) => <th key={name} className="r cut" title={visible(name)}>{visible(name)}</th>)}
         </tr>
       </thead>
       <tbody>

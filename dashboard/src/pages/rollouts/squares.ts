@@ -3,6 +3,7 @@
 import { extent, median as d3Median } from "d3-array";
 import type { Environment, Value } from "../../types";
 import type { Group } from "./types";
+import { visible } from "../../text/hostile";
 
 export interface RewardScale {
   low: number;
@@ -86,5 +87,5 @@ export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, sc
     return group.reward_mean === scale.low ? "all wrong" : "all equal";
   }
   const words: Record<string, string> = { max_async: "too old", run_ended: "run ended" };
-  return group.reason ? (words[group.reason] ?? group.reason.replaceAll("_", " ")) : (group.status ?? "");
+  return group.reason ? (words[group.reason] ?? visible(group.reason.replaceAll("_", " "))) : (group.status ?? "");
 }

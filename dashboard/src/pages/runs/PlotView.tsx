@@ -3,6 +3,7 @@
 import { useMemo, useState } from "react";
 import { Chooser, type Option } from "../../shell/Chooser";
 import { decode, setParams, useParam, usePlace } from "../../state/url";
+import { visible } from "../../text/hostile";
 import type { Field, RunRow } from "../../types";
 import { type Column, columnOptions, columnsOf, differingSettings } from "./columns";
 import { Parallel, Scatter } from "./Plots";
@@ -102,7 +103,7 @@ function FieldSelect({ label, id, options, choose }: { label: string; id: string
           <optgroup key={section} label={section}>
             {options.filter((option) => option.section === section).map((option) => (
               <option key={option.id} value={option.id}>
-                {option.title}
+                {visible(option.title)}
               </option>
             ))}
           </optgroup>
