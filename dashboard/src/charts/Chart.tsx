@@ -7,7 +7,7 @@ import { difference, number } from "../format";
 import { type Item, Menu } from "../shell/Menu";
 import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
-import { elsewhere, go, place } from "../state/url";
+import { elsewhere, go, parseStep, place } from "../state/url";
 import type { Value } from "../types";
 import { download, fileName, linesCsv } from "./export";
 import { lastRow, nearest, valueAt } from "./math";
@@ -95,9 +95,10 @@ export function Chart(props: ChartProps) {
   const label = `${title}${unit ? `, ${unit}` : ""}`;
   const whole = props.name ?? title;
   const file = fileName(`${place().run ?? ""}_${whole}`);
+  const selected = parseStep(place().params.step);
   const items: Item[] = [
     ...(props.menu ?? []),
-    ...(explain && /^\d+$/.test(place().params.step ?? "") ? [{ title: `What changed at step ${place().params.step}`, run: () => explain(Number(place().params.step)) }] : []),
+    ...(explain && selected !== null ? [{ title: `What changed at step ${selected}`, run: () => explain(selected) }] : []),
     {
       title: "Save as PNG",
       run: () => void downloadPng(`${file}.png`, latest.current),

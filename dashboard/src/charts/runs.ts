@@ -7,7 +7,7 @@ import { groupFields, groupRuns, groupTitle } from "../state/groups";
 import { useResource } from "../state/resource";
 import { curveOf, useEvalsOf, useNamed, useRuns } from "../state/run";
 import { NO_STEPS, trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
-import { place, type Range, setParams, useOthers, usePlace, useRange } from "../state/url";
+import { parseStep, place, type Range, setParams, useOthers, usePlace, useRange } from "../state/url";
 import { visible } from "../text/hostile";
 import type { EvalRow, RunInfo, Runs, StepColumns, Value } from "../types";
 import type { ChartProps } from "./props";
@@ -190,11 +190,11 @@ export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | nul
 /** Ties charts over the steps of a run to the address: its range is their zoom, and its step is marked on them. */
 export function useStepAxis(run: DrawnRun | undefined, axis: XAxis): Pick<ChartProps, "zoom" | "onZoom" | "onPick" | "stepOf"> {
   const [range, setRange] = useRange();
-  const chosen = usePlace().params.step;
+  const chosen = parseStep(usePlace().params.step);
   const steps = run?.steps.step ?? [];
   const xOf = (step: number): number | null => (axis === "step" ? step : (run?.x[nearest(steps, step)] ?? null));
   const stepOf = (x: number): number => (axis === "step" ? Math.max(0, Math.round(x)) : (steps[nearest(run?.x ?? [], x)] ?? 0));
-  useSelected(axis, chosen !== undefined && /^\d+$/.test(chosen) ? xOf(Number(chosen)) : null);
+  useSelected(axis, chosen === null ? null : xOf(chosen));
   const [from, to] = range ? [xOf(range.from), xOf(range.to)] : [null, null];
   const zoom = useMemo(() => (from === null || to === null ? null : { from, to }), [from, to]);
   return {

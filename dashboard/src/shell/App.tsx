@@ -105,6 +105,11 @@ class Boundary extends Component<{ children: ReactNode }, { error: Error | null 
     return (
       <Quiet title="This page failed." text={error.message}>
         <pre>{error.stack}</pre>
+        <p>
+          <button className="link" onClick={() => this.setState({ error: null })}>
+            Try again
+          </button>
+        </p>
       </Quiet>
     );
   }

@@ -3,7 +3,7 @@
 import { useEffect, useState } from "react";
 import { type Note, useNotes } from "../state/notes";
 import { useSteps } from "../state/steps";
-import { usePlace } from "../state/url";
+import { parseStep, usePlace } from "../state/url";
 import { Dialog } from "./Dialog";
 import { useKeys } from "./keys";
 
@@ -35,13 +35,13 @@ export function NoteDialog({ run }: { run: string }) {
 function Form({ run, note, close }: { run: string; note: Note | null; close: () => void }) {
   const { set } = useNotes(run);
   const { steps } = useSteps(run);
-  const selected = usePlace().params.step;
+  const selected = parseStep(usePlace().params.step);
   const last = steps?.step.at(-1);
-  const here = note ? note.step : selected !== undefined && /^\d+$/.test(selected) ? Number(selected) : (last ?? null);
+  const here = note ? note.step : (selected ?? last ?? null);
   const [text, setText] = useState(note?.text ?? "");
   const [step, setStep] = useState(here === null ? "" : String(here));
   const save = (kept: string) => {
-    set({ id: note?.id ?? Date.now(), step: /^\d+$/.test(step) ? Number(step) : null, text: kept });
+    set({ id: note?.id ?? Date.now(), step: parseStep(step), text: kept });
     close();
   };
   return (

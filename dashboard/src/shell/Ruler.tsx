@@ -11,7 +11,7 @@ import { placeOf } from "../state/alerts";
 import { useNotes } from "../state/notes";
 import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
 import { checkpointMarks, useSteps } from "../state/steps";
-import { elsewhere, format, parseRange, place, setParams, usePlace, useRange } from "../state/url";
+import { elsewhere, format, parseRange, parseStep, place, setParams, usePlace, useRange } from "../state/url";
 import { useKeys } from "./keys";
 import { openNote } from "./NoteDialog";
 import { visible } from "../text/hostile";
@@ -41,15 +41,15 @@ export function Ruler() {
   const here = usePlace();
   // Hundreds of marks lead elsewhere after each change of the address: the page itself is drawn first.
   const later = useDeferredValue(here);
-  const selected = Number(here.params.step ?? NaN);
+  const selected = parseStep(here.params.step);
   const step = (by: 1 | -1) => {
-    const now = Number.isNaN(selected) ? (by > 0 ? -1 : done) : selected;
+    const now = selected ?? (by > 0 ? -1 : done);
     setParams({ step: String(Math.min(Math.max(0, now + by), Math.max(0, done - 1))) }, true);
   };
   // The range grows from the selected step, or from the newest one.
   const widen = (by: 1 | -1) => {
     const now = parseRange(place().params.range);
-    const from = Number.isNaN(selected) ? done - 1 : selected;
+    const from = selected ?? done - 1;
     const moving = (now === null ? from : now.from === from ? now.to : now.from) + by;
     const to = Math.min(Math.max(0, moving), Math.max(0, done - 1));
     setParams({ step: String(from), range: to === from ? null : `${Math.min(from, to)}-${Math.max(from, to)}` }, true);
@@ -130,7 +130,7 @@ export function Ruler() {
       <span title={done > 0 ? `Steps are numbered from 0: the newest is step ${done - 1}` : undefined}>
         <b>{count(done)}</b> <span className="d">{info?.num_steps ? `of ${count(info.num_steps)} steps` : done === 1 ? "step" : "steps"}</span>
       </span>
-      <div ref={host} className="rl" onPointerDown={down} onPointerMove={move} onPointerUp={up} onDoubleClick={clear}>
+      <div ref={host} className="rl" onPointerDown={down} onPointerMove={move} onPointerUp={up} onPointerCancel={() => setDrag(null)} onDoubleClick={clear}>
         <svg width={width} height={36} role="group" aria-label={`Progress: ${done} of ${end} steps`}>
           <line className="ax" x1={0} x2={width} y1={25.5} y2={25.5} />
           {minor.map((tick) => (
@@ -152,7 +152,7 @@ export function Ruler() {
           ))}
           <rect x={0} y={24} width={X(done)} height={3} fill="var(--ink)" />
           {shown && <Selection from={X(shown.from)} to={X(shown.to + 1)} />}
-          {!Number.isNaN(selected) && <Selection from={X(selected)} to={X(selected + 1)} />}
+          {selected !== null && <Selection from={X(selected)} to={X(selected + 1)} />}
           {attempts.map(({ attempt, first_step }) => (
             <path key={attempt} d={`M${X(first_step!)} 13v22`} stroke="var(--ink2)" strokeDasharray="2 2">
               <title>{`attempt ${attempt} from step ${first_step}`}</title>

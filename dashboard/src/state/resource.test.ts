@@ -115,3 +115,11 @@ test("steps of another run in the same folder replace the old ones", async () =>
   await asked[2]!.answer(rows(1, [0]));
   expect(knownSteps("replaced")!.step).toEqual([0]);
 });
+
+test("steps of runs that no page shows any more are dropped", async () => {
+  for (let i = 0; i < 20; i += 1) {
+    void readSteps(`run ${i}`, "1");
+    await asked[i]!.answer(rows(1, [0]));
+  }
+  expect([0, 19].map((i) => knownSteps(`run ${i}`)?.step ?? null)).toEqual([null, [0]]);
+});

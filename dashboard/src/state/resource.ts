@@ -67,14 +67,17 @@ function entryOf(key: string): Entry {
   if (!entry) {
     const made: Entry = { state: EMPTY, listeners: new Set(), reader: new Reader(() => load(key, made), () => made.listeners.size > 0) };
     entries.set(key, (entry = made));
-    if (entries.size > KEPT) {
-      for (const [other, { listeners }] of entries) {
-        if (entries.size <= KEPT) break;
-        if (listeners.size === 0 && other !== key) entries.delete(other);
-      }
-    }
+    dropUnused(entries, KEPT, key);
   }
   return entry;
+}
+
+/** Drops the oldest entries that nobody listens to, beyond a number. */
+export function dropUnused(entries: Map<string, { listeners: Set<unknown> }>, most: number, except: string): void {
+  for (const [key, { listeners }] of entries) {
+    if (entries.size <= most) break;
+    if (listeners.size === 0 && key !== except) entries.delete(key);
+  }
 }
 
 async function load(key: string, entry: Entry): Promise<boolean> {

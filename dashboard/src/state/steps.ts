@@ -4,7 +4,7 @@ import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { get, runPath } from "../api";
 import type { StepColumns, Value } from "../types";
 import { useEvents, useVersions } from "./live";
-import { mayPass, Reader } from "./resource";
+import { dropUnused, mayPass, Reader } from "./resource";
 
 export const NO_STEPS: StepColumns = {
   next: 0,
@@ -57,6 +57,8 @@ interface Entry {
   reader: Reader;
 }
 
+/** Runs that are kept when no page shows them. Metrics of 2,000 steps are some megabytes. */
+const KEPT = 12;
 const entries = new Map<string, Entry>();
 let revision = 0;
 
@@ -65,6 +67,7 @@ function entryOf(run: string): Entry {
   if (!entry) {
     const made: Entry = { steps: null, error: null, listeners: new Set(), reader: new Reader(() => load(run, made), () => made.listeners.size > 0) };
     entries.set(run, (entry = made));
+    dropUnused(entries, KEPT, run);
   }
   return entry;
 }
@@ -97,9 +100,8 @@ export function useStepsOf(runs: string[]): (StepColumns | null)[] {
   const versions = useVersions(runs, "steps");
   const subscribe = useCallback(
     (listener: () => void) => {
-      const mine = runs.map(entryOf);
-      for (const entry of mine) entry.listeners.add(listener);
-      return () => mine.forEach((entry) => entry.listeners.delete(listener));
+      const mine = runs.map((run) => entryOf(run).listeners.add(listener));
+      return () => mine.forEach((listeners) => listeners.delete(listener));
     },
     [key],
   );

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { elsewhere, format, parse, parseRange } from "./url";
+import { elsewhere, format, MOST_RUNS, othersOf, parse, parseRange, parseStep } from "./url";
 
 test("a place survives its address", () => {
   const place = { run: "demo 1/ä", page: "metrics", params: { range: "10-40", smooth: "0.6", search: "a&b=c" } };
@@ -33,4 +33,14 @@ test("a range is read in either direction, and nonsense is none", () => {
   expect(parseRange("40-10")).toEqual({ from: 10, to: 40 });
   expect(parseRange("x")).toBeNull();
   expect(parseRange(undefined)).toBeNull();
+});
+
+test("a step is a number from 0 on, and nonsense is none", () => {
+  expect(["0", "12", "", "-1", "1e3", "x", undefined].map(parseStep)).toEqual([0, 12, null, null, null, null, null]);
+});
+
+test("runs are drawn over another one once each, and no more than a view holds", () => {
+  const many = Array.from({ length: 150 }, (_, i) => `r${i}`).join(",");
+  expect(othersOf(parse(`#/a/metrics?with=b,a,b,lr%253D1%252C2`))).toEqual(["b", "lr=1,2"]);
+  expect(othersOf(parse(`#/a/metrics?with=${many}`)).length).toBe(MOST_RUNS - 1);
 });

@@ -120,6 +120,9 @@ export function useSearchText(change = (search: string): Record<string, string |
   return [text, setText];
 }
 
+/** Returns the step that an address selects, or null. */
+export const parseStep = (text: string | undefined): number | null => (/^\d+$/.test(text ?? "") ? Number(text) : null);
+
 /** Returns the range of steps that ruler and charts show, and its setter. */
 export function useRange(): [Range | null, (range: Range | null) => void] {
   const range = parseRange(usePlace().params.range);
@@ -129,9 +132,12 @@ export function useRange(): [Range | null, (range: Range | null) => void] {
 /** Most runs in one view, which is the limit of the server's event stream. */
 export const MOST_RUNS = 100;
 
-/** Returns the runs that are drawn over this one. */
-export function useOthers(): string[] {
-  return (usePlace().params.with ?? "").split(",").filter(Boolean).map(decode);
+/** Returns the runs that are drawn over the one of a place. */
+export function othersOf({ run, params }: Place): string[] {
+  const named = (params.with ?? "").split(",").filter(Boolean).map(decode);
+  return [...new Set(named)].filter((id) => id !== run).slice(0, MOST_RUNS - 1);
 }
+
+export const useOthers = (): string[] => othersOf(usePlace());
 
 export const setOthers = (runs: string[]): void => setParams({ with: runs.map(encodeURIComponent).join(",") });

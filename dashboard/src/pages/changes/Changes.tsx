@@ -11,7 +11,7 @@ import { useKeys } from "../../shell/keys";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";
 import { useSteps } from "../../state/steps";
-import { elsewhere, format, setParams, useParam, usePlace } from "../../state/url";
+import { elsewhere, format, parseStep, setParams, useParam, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
 import type { Changes as Found, ChangedCell, Effect } from "../../types";
 import { titleOf } from "../metrics/tree";
@@ -34,7 +34,7 @@ export function Changes() {
   const [metric] = useParam("metric", REWARD);
   const last = steps?.step.at(-1) ?? 0;
   // The step of an alert may not have ended.
-  const step = /^\d+$/.test(stepText) ? Math.min(Number(stepText), last) : last;
+  const step = Math.min(parseStep(stepText) ?? last, last);
   const { data: found, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
   const data = useKept(found);
   const to = (next: number) => setStep(String(Math.min(Math.max(0, next), last)));

@@ -11,7 +11,7 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { timesOf, useSteps } from "../../state/steps";
 import { useSelected } from "../../state/cursor";
 import { useThrottled } from "../../state/timing";
-import { elsewhere, format, place, setParams, useParam, usePlace, useRange } from "../../state/url";
+import { elsewhere, format, parseStep, place, setParams, useParam, usePlace, useRange } from "../../state/url";
 import type { GaugeName, RunInfo } from "../../types";
 import { Model } from "../overview/Model";
 import { type GaugeSeries } from "../gauges";
@@ -52,8 +52,8 @@ export function Infra() {
     const [, from, to] = ZOOM.exec(zoomed) ?? [];
     return from === undefined || !info ? timesOf(steps, range) : { start: origin + Number(from), end: origin + Number(to) };
   }, [steps, range?.from, range?.to, zoomed, info, origin]);
-  const chosenStep = Number(usePlace().params.step ?? NaN);
-  useSelected(CLOCK, steps?.ended_at[steps.step.indexOf(chosenStep)] ?? null);
+  const chosenStep = parseStep(usePlace().params.step);
+  useSelected(CLOCK, chosenStep === null ? null : (steps?.ended_at[steps.step.indexOf(chosenStep)] ?? null));
   const zoom = (next: { from: number; to: number } | null) =>
     setParams(next ? { t: `${(next.from - origin).toFixed(2)}-${(next.to - origin).toFixed(2)}` } : { t: null, range: null });
   const pick = (time: number) => {

@@ -11,7 +11,7 @@ import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
-import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
+import { parseStep, setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
 import type { Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
@@ -61,10 +61,9 @@ export function Rollouts() {
   useEffect(() => {
     if (newest !== null && opened?.run !== run) setOpened({ run, step: newest });
   }, [newest, run, opened]);
-  const named = params.step === undefined ? NaN : Number(params.step);
   // Before a step has ended, its groups are there as they are scored.
   const begun = newest ?? (steps ? (range?.from ?? 0) : null);
-  const step = Number.isInteger(named) && named >= 0 ? named : opened?.run === run && !range ? opened.step : begun;
+  const step = parseStep(params.step) ?? (opened?.run === run && !range ? opened.step : begun);
   const sample = params.sample ?? "";
 
   const groupsVersion = useVersion(run, "groups");

@@ -11,7 +11,7 @@ import { useKept, useResource } from "../../state/resource";
 import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
-import { elsewhere, format, place, setParams, type Range, usePlace, useRange } from "../../state/url";
+import { elsewhere, format, parseStep, place, setParams, type Range, usePlace, useRange } from "../../state/url";
 import type { GaugeName, InFlight, StepColumns } from "../../types";
 import { at, type GaugeSeries } from "../gauges";
 import { alertMarks, outages } from "./alerts";
@@ -83,7 +83,7 @@ export function Timeline() {
 
   const [view, setRaw] = useState<View | null>(null);
   const setView = useCallback((next: View) => bounds && setRaw(bound(next, bounds.from, bounds.to)), [bounds]);
-  const named = params.step === undefined ? NaN : Number(params.step);
+  const named = parseStep(params.step);
 
   const [range] = useRange();
   const inRange = (step: number) => !range || (step >= range.from && step <= range.to);
@@ -93,13 +93,13 @@ export function Timeline() {
     if (view || !bounds || !steps || !info) return;
     const place = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
     if (place) setRaw({ from: origin + Number(place[1]), to: origin + Number(place[2]) });
-    else if (Number.isInteger(named) && inRange(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
+    else if (named !== null && inRange(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
     else if (range) setRaw(fitRange(steps, range) ?? lastSeconds(bounds));
     else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
   }, [view, bounds, steps, info]);
   // A step that is chosen elsewhere (ruler, [ ]) comes into view.
   useEffect(() => {
-    if (!steps || !view || !Number.isInteger(named)) return;
+    if (!steps || !view || named === null) return;
     const times = stepTimes(steps, named);
     if (times && (times.end < view.from || times.start > view.to)) setRaw(fitStep(steps, named));
   }, [named]);
@@ -126,9 +126,9 @@ export function Timeline() {
     return live && flight.data ? withRunning(ended, flight.data) : ended;
   }, [loaded, live, flight.data]);
 
-  const step = Number.isInteger(named) ? named : steps && view ? stepInView(steps, view) : null;
+  const step = named ?? (steps && view ? stepInView(steps, view) : null);
   const inView = useMemo(() => (steps && view ? wholeSteps(steps, view) : null), [steps, view]);
-  const times = steps && Number.isInteger(named) ? stepTimes(steps, named) : null;
+  const times = steps && named !== null ? stepTimes(steps, named) : null;
   const fitted = times && view && view.from <= times.start && times.end <= view.to && (times.end - times.start) * SEVERAL > view.to - view.from;
   const several = inView !== null && inView.number >= SEVERAL && !fitted;
   const critical = useCriticalPaths(run, several ? inView.first : step, several ? inView.last : step);
@@ -237,7 +237,7 @@ export function Timeline() {
         <p className="keyl" aria-label="Colors">{KEY.filter((kind) => kind !== "sandbox" || lanes.columns.component.includes(kind)).map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{NAMES[kind] ?? kind}</span>)}</p>
       </section>
       <aside className="p3" aria-label="Step and request">
-        {critical.read && critical.read.paths.length > 0 && <StepPanel read={critical.read} around={around} chosen={Number.isInteger(named) ? named : null} onFit={fit} />}
+        {critical.read && critical.read.paths.length > 0 && <StepPanel read={critical.read} around={around} chosen={named} onFit={fit} />}
         {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
         {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} running={live && since != null ? Math.max(0, bounds.to - since) : null} />}
         <section className="sec last">
