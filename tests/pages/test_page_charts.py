@@ -294,3 +294,15 @@ def test_the_menu_of_a_chart_hides_no_number(visitor: Visit):
         chart.locator(".p").hover(position={"x": 60, "y": 30})
         number, menu = (chart.locator(selector).bounding_box() for selector in (".t .v", ".t .over"))
         assert number and menu and number["x"] + number["width"] <= menu["x"] + 1
+
+
+def test_a_chart_that_goes_under_the_pointer_leaves_no_crosshair(visitor: Visit):
+    page = visitor.open("first/overview")
+    plot = figure(page, "Reward").locator(".u-over")
+    plot.hover(position={"x": 60, "y": 30})
+    expect(figure(page, "Reward").locator(".tag")).to_have_count(1)
+    page.keyboard.press("g")
+    page.keyboard.press("m")
+    page.wait_for_url("**/metrics**")
+    visitor.settle()
+    expect(page.locator("figure.chart").first.locator(".v")).to_contain_text("last")
