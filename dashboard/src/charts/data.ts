@@ -5,7 +5,7 @@ import type { Band, Line } from "./props";
 import type { Heat } from "./heat";
 import { rollingMedian, smooth, stdBand, windowOf } from "./math";
 import { type Column, columnBy, type DrawnRun, leafColumn } from "./runs";
-import { isSparse, type Statistic } from "./sources";
+import { type DeclaredRange, isSparse, type Statistic } from "./sources";
 
 /** How the samples of a step spread around the line: as bands, or as a heat map. */
 const BANDS = ["none", "std", "percentiles", "range", "heat"] as const;
@@ -132,6 +132,16 @@ export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: B
   // An eval is at the number of finished steps.
   const finished = runs.map((run) => (run.until === undefined ? run : { ...run, until: run.until + 1 }));
   return drawnLines(finished, (run) => leafColumn(run, metric), 0, bands).map((line) => ({ ...line, dots: true, whiskers: line.bands?.[0] }));
+}
+
+/** Returns a declared range as far as the values keep to it; an end that they cross is free. */
+export function reached({ low, high }: DeclaredRange, lines: Line[]): DeclaredRange {
+  const within = (inside: (value: number) => boolean) =>
+    lines.every((line) => [line.raw ?? line.values, ...(line.bands ?? []).flatMap((one) => [one.low, one.high])].every((values: Value[]) => values.every((value) => value === null || inside(value))));
+  return {
+    ...(low !== undefined && within((value) => value >= low) ? { low } : {}),
+    ...(high !== undefined && within((value) => value <= high) ? { high } : {}),
+  };
 }
 
 /** Returns seconds as `m:ss` or `h:mm` for an axis, as `h:mm:ss` if its ticks are less than a minute apart. */

@@ -36,9 +36,9 @@ export function Menu({ label, button, items, className }: { label: string; butto
         {button}
       </button>
       <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => setOpened(event.newState === "open")} onKeyDown={move}>
-        {opened && items.map((item) => (
+        {opened && items.map((item, i) => (
           <button
-            key={item.title}
+            key={i}
             role="menuitem"
             onClick={() => {
               menu.current?.hidePopover();

@@ -3,7 +3,7 @@
 import { useMemo } from "react";
 import { address, runPath } from "../../api";
 import type { ChartProps, Line } from "../../charts/props";
-import { type BandKind, bandsOf, drawnLines, heatOf, isEval, isTwoValued, linesOf, statisticColumn } from "../../charts/data";
+import { type BandKind, bandsOf, drawnLines, heatOf, isEval, isTwoValued, linesOf, reached, statisticColumn } from "../../charts/data";
 import type { Heat } from "../../charts/heat";
 import { type DrawnRun, leavesOf, overMetric, type XAxis } from "../../charts/runs";
 import { type DeclaredRange, declaredRange, type Filter, isAll, sourceOf, statisticOf } from "../../charts/sources";
@@ -106,14 +106,4 @@ export function useSeries(metric: string, runs: DrawnRun[], view: View, x: strin
 function within(line: Line, { low = -Infinity, high = Infinity }: DeclaredRange): Line {
   const cut = (values: Value[]) => values.map((value) => (value === null ? null : Math.min(Math.max(value, low), high)));
   return { ...line, bands: line.bands?.map((band) => ({ ...band, low: cut(band.low), high: cut(band.high) })) };
-}
-
-/** Returns a declared range as far as the values keep to it; an end that they cross is free. */
-function reached({ low, high }: DeclaredRange, lines: Line[]): DeclaredRange {
-  const within = (inside: (value: number) => boolean) =>
-    lines.every((line) => [line.raw ?? line.values, ...(line.bands ?? []).flatMap((one) => [one.low, one.high])].every((values: Value[]) => values.every((value) => value === null || inside(value))));
-  return {
-    ...(low !== undefined && within((value) => value >= low) ? { low } : {}),
-    ...(high !== undefined && within((value) => value <= high) ? { high } : {}),
-  };
 }

@@ -1,7 +1,8 @@
 /** The standard charts of the overview. A chart without a value is left out. */
 
 import type { ChartProps, Line } from "../../charts/props";
-import { bandsOf, linesOf } from "../../charts/data";
+import { bandsOf, linesOf, reached } from "../../charts/data";
+import { declaredRange } from "../../charts/sources";
 import type { DrawnRun } from "../../charts/runs";
 import { smooth, stack, smoothingFor } from "../../charts/math";
 import { NONE, number } from "../../format";
@@ -33,6 +34,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       label: "kept",
       color: "--ink2",
       values: smooth(get("reward/total/mean"), keep),
+      measured: get("reward/total/mean"),
       x,
       dash: [3, 3],
       width: 1.2,
@@ -40,16 +42,13 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       silent: true,
       direct: runs.length === 1 ? "kept" : undefined,
     });
-  const range = info.environments.filter((environment) => environment.purpose === "training");
-  const oneRange = range.length > 0 && range.every((environment) => environment.reward_min === range[0]!.reward_min && environment.reward_max === range[0]!.reward_max);
   out.set("reward", {
     title: "Reward",
     unit: "all groups",
     note: bands.length ? "p25 to p75 of the kept" : undefined,
     x,
     lines: rewardLines,
-    low: oneRange ? (range[0]!.reward_min ?? undefined) : undefined,
-    high: oneRange ? (range[0]!.reward_max ?? undefined) : undefined,
+    ...reached(declaredRange("reward/all_groups/mean", { environment: "", tag: "" }, info.environments), rewardLines),
   });
 
   if (has(first, "discarded/zero_advantage/pct")) {

@@ -109,7 +109,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     if (!running || now === null || timeAt(x) < running.start || timeAt(x) > now) return null;
     return { row: null, sample: running.sample, step: null, text: `${running.sample}, running for ${duration(now - running.start)}` };
   };
-  const hitOf = (row: number): Hit => ({ row, sample: lanes.columns.sample_id[row] ?? null, step: lanes.columns.step[row] ?? null, text: describe(row) });
+  const hitOf = (row: number): Hit => ({ row, sample: lanes.columns.sample_id[row] ?? null, step: lanes.columns.step[row] ?? null, text: visible(describe(row)) });
   const describe = (row: number): string => {
     const { component, name, sample_id, micro_batch, step, start, end, rank, count, status } = lanes.columns;
     const many = count?.[row] ?? 1;

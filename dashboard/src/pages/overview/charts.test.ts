@@ -1,0 +1,19 @@
+import { expect, test } from "vitest";
+import type { DrawnRun } from "../../charts/runs";
+import { NO_STEPS } from "../../state/steps";
+import type { Environment, RunInfo } from "../../types";
+import { standardCharts } from "./charts";
+
+const step = Array.from({ length: 50 }, (_, i) => i);
+const rewards = step.map((i) => i / 50 - 0.1);
+const run: DrawnRun = { id: "a", name: "a", color: "--c1", x: step, evals: new Map(), steps: { ...NO_STEPS, step, metrics: { "reward/all_groups/mean": rewards, "reward/total/mean": rewards } } };
+const environments = [{ purpose: "training", name: "math", reward_min: 0, reward_max: 1, metrics_ranges: {} }] as unknown as Environment[];
+const reward = () => standardCharts([run], { config: {}, environments } as unknown as RunInfo, undefined).get("reward")!;
+
+test("a CSV has the measured values of every line", () => {
+  expect(reward().lines.map((line) => line.measured ?? line.raw)).toEqual([rewards, rewards]);
+});
+
+test("the axis of the reward is as declared, without an end that penalties cross", () => {
+  expect([reward().low, reward().high]).toEqual([undefined, 1]);
+});
