@@ -19,6 +19,10 @@ _GENERAL_HELP = re.compile(r" Is the docker daemon running\?|\n+(Run|See) '.* --
 """What docker adds to an error without saying more about it."""
 
 
+_LIVE = "end=$(($(date +%s) + {})); while left=$((end - $(date +%s))); [ $left -gt 0 ]; do sleep $left & wait; done"
+"""Process 1 of a container, which reaps orphans. `kill -9 -1` inside does not reach it."""
+
+
 class ContainerError(Exception):
     """docker or podman itself failed. The text is its error output."""
 
@@ -34,11 +38,12 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     error_table = (
         ("ContainerError", "(?i)cannot connect|daemon running|permission denied.*(docker|podman)",
          errors.SandboxSetupError),
-        ("ContainerError", "(?i)no such container|no container with|is not running|running containers|has exited",
+        ("ContainerError",
+         "(?i)no such container|no container with|is not running|running containers|has exited|already in progress",
          errors.SandboxNotRunningError),
-        ("ContainerError", "(?i)pull access|manifest|no such image|reference format|short-name|initializing source",
-         errors.SandboxImagePullError),
         ("ContainerError", "(?i)toomanyrequests|i/o timeout|tls handshake|temporar", errors.SandboxBusyError),
+        ("ContainerError", "(?i)find image|pull access|no such image|reference format|short-name|initializing source",
+         errors.SandboxImagePullError),
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -64,8 +69,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _checked(self, *arguments: str, content: bytes | None = None) -> str:
         result = await self._call(*arguments, content=content)
         if result.exit_code:
-            text = _GENERAL_HELP.sub("", result.stderr).strip(" .\n")
-            raise ContainerError(text or f"{self.program} {arguments[0]} returned {result.exit_code}")
+            raise _error(result)
         return result.stdout
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
@@ -83,9 +87,9 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
             options += ["--label", f"{key}={value}"]
         for key, value in config.environment_vars.items():
             options += ["--env", f"{key}={value}"]
-        life = str(math.ceil(config.timeout_seconds))
+        main = ("--entrypoint", "sh", config.image, "-c", _LIVE.format(math.ceil(config.timeout_seconds)))
         try:
-            await self._checked("run", "--detach", "--rm", "--init", *options, config.image, "sleep", life)
+            await self._checked("run", "--detach", "--rm", *options, *main)
         except ContainerError:
             with contextlib.suppress(ContainerError):
                 await self._checked("rm", "--force", name)  # created, but not started
@@ -94,13 +98,8 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
 
     async def _run(self, handle: SandboxHandle, script: str, timeout: int) -> ExecResult:
         result = await self._call("exec", handle.id, "sh", "-c", script)
-        error = ContainerError(result.stderr.strip())
-        if result.exit_code and self._kind_of(error) is not errors.SandboxError:
+        if result.exit_code and self._kind_of(error := _error(result)) is not errors.SandboxError:
             raise error
-        if result.exit_code == 137:  # killed: alone, or with the container, whose time was over
-            state = await self._checked("container", "inspect", "--format", "{{.State.Running}}", handle.id)
-            if state.strip() != "true":
-                raise ContainerError("the container is not running")
         return result
 
     async def _upload(self, handle: SandboxHandle, path: str, content: bytes) -> None:
@@ -114,6 +113,10 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     async def _find(self, run: str) -> list[SandboxHandle]:
         arguments = ("--all", "--filter", f"label={LABEL}={run}", "--format", "{{.Names}}")
         return [SandboxHandle(name) for name in (await self._checked("ps", *arguments)).split()]
+
+
+def _error(result: ExecResult) -> ContainerError:
+    return ContainerError(_GENERAL_HELP.sub("", result.stderr).strip(" .\n") or f"exit code {result.exit_code}")
 
 
 class DockerSandboxProvider(ContainerSandboxProvider):

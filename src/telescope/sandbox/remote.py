@@ -9,6 +9,7 @@ one call. A command longer than `detach_after` seconds is started in the backgro
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import math
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 LABEL = "telescope_run"
 MAX_INLINE_BYTES = 24_000
-"""Longer commands are uploaded: a service accepts 64 kB in a command line, and quoting makes commands longer."""
+"""Longer commands are uploaded: a service accepts 64 kB in a command line, and base64 makes commands longer."""
 GRACE_SECONDS = 10
 """Extra time for a service after the command's own deadline, so that the script reports first."""
 POLL_SECONDS = (0.5, 5.0)
@@ -51,27 +52,29 @@ POLL_SECONDS = (0.5, 5.0)
 POLL_FAILURES = 5
 """Polls in a row that may fail. A poll reads only, so it can be repeated."""
 
-# Both children lead a session, so that a signal reaches their groups. Background processes keep running.
+# Both children lead a session, so that a signal reaches their groups. Background processes keep running. A command may
+# do `pkill sleep`, or remove the folder of its files: at `:` instead of `true`, sh would exit then.
 _RUN = """
 shell=$(command -v bash || command -v sh)
-( cd -- {folder} && exec setsid "$shell" {work}/command ) >{work}/out 2>{work}/err </dev/null &
+( cd -- {folder} && exec setsid "$shell" {program} ) >{work}/out 2>{work}/err </dev/null &
 p=$!
-setsid sh -c "sleep {timeout}; : >{work}/late; kill -9 -$p" </dev/null >/dev/null 2>&1 &
+setsid sh -c "sleep {timeout} || exit; true >{work}/late; kill -9 -$p" </dev/null >/dev/null 2>&1 &
 w=$!
 wait $p; c=$?
 kill -9 -$w || kill -9 $w
 [ -f {work}/late ] && c=late
 echo $c >{work}/code.new; mv {work}/code.new {work}/code
 """
-# `head` bounds what is read, because a background process may still write faster than that.
+# `head` bounds what is read, because a background process may still write faster than that. `c` is empty in a poll.
+# After _RUN it has the exit code, also if the command filled the disk or removed its files.
 _REPORT = """
 show() {{
-  n=$(wc -c <$1)
+  n=$(wc -c <$1) || return
   if [ $n -le {limit} ]; then head -c $n $1; return; fi
   head -c {half} $1; printf '\\n[... %d bytes left out ...]\\n' $((n - 2 * {half})); tail -c {half} $1 | head -c {half}
 }}
-[ -f {work}/code ] || exit 0
-show {work}/out; printf '\\n%s %s\\n' {mark} $(cat {work}/code); show {work}/err
+[ "$c" ] || c=$(cat {work}/code 2>/dev/null) || exit 0
+show {work}/out; printf '\\n%s %s\\n' {mark} $c; show {work}/err
 """
 
 
@@ -151,12 +154,13 @@ class RemoteSandboxProvider(SandboxProvider):
             raise UserError("a command of a sandbox must not have NUL characters")
         mark = uuid.uuid4().hex
         work = f"/tmp/.telescope-{mark}"
-        begin, quoted = f"mkdir -p {work} || exit", shlex.quote(command)
-        if len(quoted.encode()) > MAX_INLINE_BYTES:
-            await self.upload_bytes(handle, f"{work}/command", command.encode())
-        else:
-            begin += f"; printf %s {quoted} >{work}/command || exit"
-        run = _RUN.format(work=work, folder=shlex.quote(working_dir or "."), timeout=f"{timeout:g}")
+        begin = f"mkdir -p {work} || exit"
+        encoded = command.encode()
+        program = f'-c "$(printf %s {base64.b64encode(encoded).decode()} | base64 -d)"'  # `pkill -f` must not find it
+        if len(encoded) > MAX_INLINE_BYTES:
+            await self.upload_bytes(handle, program := f"{work}/command", encoded)
+        folder = shlex.quote(working_dir or ".")
+        run = _RUN.format(work=work, folder=folder, program=program, timeout=f"{timeout:g}")
         report = _REPORT.format(work=work, mark=mark, limit=MAX_OUTPUT_BYTES, half=MAX_OUTPUT_BYTES // 2)
         if timeout <= self.detach_after:
             script = f"{begin}\nexec 2>/dev/null\n{run}{report}rm -rf {work}"
@@ -167,10 +171,14 @@ class RemoteSandboxProvider(SandboxProvider):
                 detached = f"setsid sh -c {shlex.quote(run)} </dev/null >/dev/null 2>&1 &"
                 result = await self._bounded(handle, f"{begin}\n{detached}", 30)
             if not result.exit_code:
-                result = await self._poll(handle, report, timeout)
+                result = await self._poll(handle, f"c=\n{report}", timeout)
                 with contextlib.suppress(Exception):  # the sandbox may still be used
                     await self._bounded(handle, f"rm -rf {work}", 30)
         output, found, rest = result.stdout.rpartition(f"\n{mark} ")
+        if not found and result.exit_code == 137:  # the script was killed, as by `kill -9 -1`, or the sandbox
+            with self._translated("check", handle.id):
+                if not (await self._bounded(handle, "true", 10)).exit_code:
+                    return ExecResult(137, "", "")
         code, _, errors = rest.partition("\n")
         if code == "late" or (not found and result.exit_code in (-1, 0)):
             raise SandboxCommandTimeoutError(command, timeout, handle.id)

@@ -46,14 +46,14 @@ def start(state: Path, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     for option in ("name", "memory", "memory-swap", "cpus", "pids-limit", "cap-drop", "security-opt", "tmpfs"):
         parser.add_argument(f"--{option}", required=True)
-    for option in ("workdir", "network", "gpus"):
+    for option in ("workdir", "network", "gpus", "entrypoint"):
         parser.add_argument(f"--{option}")
     for option in ("label", "env"):
         parser.add_argument(f"--{option}", action="append", default=[])
-    for option in ("detach", "rm", "init", "read-only"):
+    for option in ("detach", "rm", "read-only"):
         parser.add_argument(f"--{option}", action="store_true")
     parser.add_argument("image")
-    parser.add_argument("command", nargs=2)
+    parser.add_argument("-c", required=True)
     found = parser.parse_args(arguments)
     variables = dict(variable.split("=", 1) for variable in found.env)
     box = Box({}, {}, found.network != "none", variables, found.name)

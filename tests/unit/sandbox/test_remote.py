@@ -4,7 +4,10 @@ import asyncio
 import importlib
 import json
 import re
+import signal
 import sys
+import time
+import uuid
 from typing import Any
 
 import pytest
@@ -219,16 +222,37 @@ async def test_script_that_is_ended_by_the_service_is_an_error(trial, name, code
     assert found.type is expected
 
 
-@pytest.mark.parametrize("name", ["modal"])
-async def test_full_disk_is_an_error_of_the_sandbox(trial, name, monkeypatch):
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["docker", "e2b"])
+async def test_command_that_removes_its_files_has_an_exit_code_and_a_time_limit(trial, name):
+    """The same as where it fills the disk."""
+    handle, started = await trial.shared(), time.monotonic()
+    result = await trial.provider.execute(handle, "rm -rf /tmp/.telescope*; exit 3")
+    assert (result.exit_code, result.stdout) == (3, "")
+    result = await trial.provider.execute(handle, "rm -rf /tmp/.telescope*; sleep 60", timeout=1)
+    assert result.exit_code == 137 and time.monotonic() - started < 10
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["docker", "e2b"])
+async def test_command_that_kills_by_name_kills_neither_its_runner_nor_its_time_limit(trial, name):
+    mark = uuid.uuid4().hex
+    result = await trial.provider.execute(await trial.shared(), f"pkill -f {mark}; echo not reached")
+    assert (result.exit_code, result.stdout) == (128 + signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize("name", ["e2b"])
+async def test_full_disk_of_a_long_command_is_an_error_of_the_sandbox(trial, name, monkeypatch):
     async def run(_: SandboxHandle, script: str, timeout: int) -> ExecResult:
-        mark = re.findall(r"\.telescope-(\w+)", script)[0]
-        return ExecResult(0, f"output\n{mark} \n", "")  # the file with the exit code is empty
+        if not (marks := re.findall(r"' (\w+) \$c", script)):
+            return ExecResult(0, "", "")
+        return ExecResult(0, f"output\n{marks[0]} \n", "")  # the file with the exit code is empty
 
     handle = await trial.shared()
+    monkeypatch.setattr(remote, "POLL_SECONDS", (0.1, 0.1))
     monkeypatch.setattr(trial.provider, "_run", run)
     with pytest.raises(SandboxError, match="disk may be full"):
-        await trial.provider.execute(handle, "true")
+        await trial.provider.execute(handle, "true", timeout=100)
 
 
 @pytest.mark.sandbox
@@ -258,20 +282,24 @@ async def test_older_package_of_e2b_works(trial, machine, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["docker"])
 @pytest.mark.parametrize(
-    ("state", "expected"),
-    [(ExecResult(125, "", "Error: no such container x"), GONE), (ExecResult(0, "false\n", ""), GONE),
-     (ExecResult(0, "true\n", ""), SandboxOOMError)],
-)  # fmt: skip
-async def test_container_whose_time_is_over_did_not_run_out_of_memory(trial, name, state, expected, monkeypatch):
-    async def call(action: str, *_: str, **__: object) -> ExecResult:
-        return ExecResult(137, "", "") if action == "exec" else state
+    ("again", "expected"),
+    [(ExecResult(1, "", "Error: no such container x"), GONE), (ExecResult(137, "", ""), SandboxOOMError), (None, None)],
+)
+async def test_killed_script_is_a_result_while_its_container_lives(trial, name, again, expected, monkeypatch):
+    """`kill -9 -1` is a command like others; the end of a container is no lack of memory."""
+
+    async def call(*arguments: str, **_: object) -> ExecResult:
+        return ExecResult(137, "", "") if arguments[-1] != "true" else again or ExecResult(0, "", "")
 
     handle = await trial.shared()
     with monkeypatch.context() as patched:
         patched.setattr(trial.provider, "_call", call)
-        with pytest.raises(SandboxError) as found:
-            await trial.provider.execute(handle, "sleep 9")
-    assert found.type is expected
+        if expected is None:
+            assert await trial.provider.execute(handle, "kill -9 -1") == ExecResult(137, "", "")
+        else:
+            with pytest.raises(SandboxError) as found:
+                await trial.provider.execute(handle, "kill -9 -1")
+            assert found.type is expected
 
 
 @pytest.mark.parametrize("name", ["docker"])
@@ -283,7 +311,7 @@ async def test_container_is_locked_down(trial, docker, name):
         "--cap-drop ALL", "--security-opt no-new-privileges", "size=3072m", f"--label telescope_run={trial.run}",
     ):  # fmt: skip
         assert option in line
-    assert line.endswith("python:3.12-slim sleep 900")
+    assert "--entrypoint sh python:3.12-slim -c end=$(($(date +%s) + 900)); " in line
     other = await trial.provider.create(SandboxConfig(extra={"read_only": False, "network": True}))
     assert not {"--read-only", "none"} & set(docker_calls(docker)[-1])
     await trial.provider.destroy(other)
@@ -295,6 +323,8 @@ async def test_container_is_locked_down(trial, docker, name):
     ("Cannot connect. Is the docker daemon running?\n\nRun 'docker run --help' for more", SandboxSetupError),
     ("permission denied while trying to connect to the docker API", SandboxSetupError),
     ("Unable to find image 'x:1' locally\npull access denied for x", SandboxImagePullError),
+    ("Unable to find image 'x:1' locally\ndial tcp: lookup registry: no such host", SandboxImagePullError),
+    ("Unable to find image 'x:1' locally\ntoomanyrequests: You have reached your pull rate limit", SandboxBusyError),
     ('Error: short-name "x" did not resolve to an alias', SandboxImagePullError),
     ("toomanyrequests: You have reached your pull rate limit", SandboxBusyError),
     ("something else", SandboxError),
