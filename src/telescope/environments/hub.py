@@ -28,16 +28,16 @@ def _hub_table(owner: str, name: str, subset: str | None, split: str, otherwise:
     try:
         return datasets.load_dataset(name, subset, split=split).with_format("arrow")[:]
     except Exception as error:
-        cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
-        cause = cause or error
+        is_general = type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None
+        cause = error.__cause__ if is_general else error
         reason = " ".join(str(cause).split())[:300]
         asked = f"{owner}: the dataset {name!r} (subset {subset!r}, split {split!r})"
         if isinstance(cause, FileNotFoundError | ValueError | TypeError) or "scripts are no longer" in reason:
-            raise UserError(f"{asked} cannot be loaded: {reason}") from cause
+            raise UserError(f"{asked} cannot be loaded: {reason}") from error
         raise UnreachableError(
             f"{asked} cannot be loaded from the hub ({type(cause).__name__}: {reason}). Connect this machine, or "
             f"download it beforehand (`hf download --repo-type dataset {name}`){f', {otherwise}' if otherwise else ''}."
-        ) from cause
+        ) from error
 
 
 def _require(owner: str, name: str, split: str | None, columns: Columns, found: Sequence[str]) -> None:
