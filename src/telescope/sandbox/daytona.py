@@ -25,12 +25,13 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
         "DAYTONA_ORGANIZATION_ID; quotas: https://app.daytona.io/dashboard/limits"
     )
     error_table = (
-        ("DaytonaFileNotFoundError", "", errors.SandboxError),
+        # Files inside: these inherit from errors of the account.
+        ("DaytonaFile(NotFound|AccessDenied|ReadFailed)Error|DaytonaInvalidFilePathError", "", errors.SandboxError),
         ("DaytonaProcessExecutionTimeoutError", "", errors.SandboxCommandTimeoutError),
         ("Daytona(QueueTimeout|NotFound|Gone|SpotEvicted)Error", "", errors.SandboxNotRunningError),
         ("Daytona(Authentication|Forbidden)Error", "", errors.SandboxSetupError),
         ("Daytona(RateLimit|BadGateway|ServiceUnavailable)Error", "", errors.SandboxBusyError),
-        ("DaytonaTimeoutError", "", errors.SandboxCommandTimeoutError),
+        ("DaytonaTimeoutError", "", errors.SandboxError),  # of gateways: the command has its own
         ("DaytonaConnectionError", "", errors.SandboxBusyError),
         ("DaytonaError", "(?i)image|build|pull|manifest", errors.SandboxImagePullError),
         ("DaytonaError", "(?i)is not running|is not started|state.*(stopped|destroyed)", errors.SandboxNotRunningError),

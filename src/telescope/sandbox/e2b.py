@@ -25,6 +25,7 @@ class E2BSandboxProvider(CloudSandboxProvider):
         # The first two inherit from timeouts, but mean that the sandbox is gone, or may be.
         ("Sandbox(NotRunning|NotFound)Exception", "", errors.SandboxNotRunningError),
         ("SandboxUnreachableException", "", errors.SandboxError),
+        ("TimeoutException", "cancelled by the server|^Request timed out", errors.SandboxError),
         ("TimeoutException", "", errors.SandboxCommandTimeoutError),
         ("(Build|Template)Exception", "", errors.SandboxImagePullError),
         ("(RateLimit|ServiceBusy)Exception|ConnectError", "", errors.SandboxBusyError),

@@ -23,7 +23,7 @@ class ModalSandboxProvider(CloudSandboxProvider):
     makes_folders = True
     error_table = (
         ("(SandboxTimeout|SandboxTerminated|NotFound)Error|ClientClosed", "", errors.SandboxNotRunningError),
-        ("(ExecTimeout|Timeout)Error", "", errors.SandboxCommandTimeoutError),
+        ("ExecTimeoutError", "", errors.SandboxCommandTimeoutError),
         ("ImageBuildError", "", errors.SandboxImagePullError),
         ("(Auth|PermissionDenied)Error", "", errors.SandboxSetupError),
         ("(ResourceExhausted|Service|Connection)Error|InternalFailure", "", errors.SandboxBusyError),

@@ -26,6 +26,7 @@ add_errors(
     "DaytonaRateLimitError", "DaytonaBadGatewayError", "DaytonaServiceUnavailableError",
 )  # fmt: skip
 add_errors(globals(), DaytonaNotFoundError, "DaytonaFileNotFoundError")
+add_errors(globals(), DaytonaForbiddenError, "DaytonaFileAccessDeniedError")  # type: ignore[name-defined]  # noqa: F821
 add_errors(globals(), DaytonaTimeoutError, "DaytonaQueueTimeoutError", "DaytonaProcessExecutionTimeoutError")
 
 
