@@ -91,7 +91,9 @@ class GenericSandboxPool:
             async with asyncio.timeout(timeout):
                 return await self._take()
         except TimeoutError:
-            in_use = f"{len(self.in_use_sandboxes)} of {self.pool_size} are in use. Raise pool_size"
+            num_used = len(self.in_use_sandboxes)
+            fix = "Raise pool_size" if num_used == self.pool_size else "The others are not created yet"
+            in_use = f"{num_used} of {self.pool_size} are in use. {fix}"
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, reuse: bool = False) -> None:

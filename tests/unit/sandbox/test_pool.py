@@ -171,6 +171,13 @@ async def test_waiting_in_vain_is_an_error_with_the_field(service):
     await pool.shutdown()
     with pytest.raises(SandboxError, match="has not started, or has ended"):
         await pool.acquire()
+    service.seconds = 0.05  # for each of two, one after the other
+    pool = GenericSandboxPool(service, SandboxConfig(), 2, max_concurrent_creates=1)
+    await pool.start()
+    await pool.acquire()
+    with pytest.raises(SandboxError, match=r"1 of 2 are in use\. The others are not created yet"):
+        await pool.acquire(timeout=0.001)
+    await pool.shutdown()
 
 
 async def test_creates_are_bounded_in_number_and_rate(service, monkeypatch):
