@@ -34,6 +34,8 @@ MARK_VARIABLE = "TELESCOPE_SANDBOX"
 """Environment variable of bubblewrap itself, outside the sandbox. Has the sandbox's id and its run's label."""
 PYTHON = Path(sys.base_prefix).resolve()
 """Folder of the Python that runs the server, inside as outside. uv names it by a link, which is not there inside."""
+INTERPRETER = f"{PYTHON}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
+"""By its version, because `python3` may be an older one of the system, as on Ubuntu 22.04."""
 REPLY_SECONDS = 10.0
 """Time beyond a command's limit within which the sandbox must respond."""
 REPLY = struct.Struct(">IiQIQI")
@@ -62,7 +64,7 @@ class LocalSandbox:
     async def start(self, command: list[str], code: int, limits: tuple[int, ...], user: int | None, mark: str) -> None:
         """Starts bubblewrap and waits for the server inside, whose program is the file `code`."""
         ours, theirs = socket.socketpair()
-        server = [f"{PYTHON}/bin/python3", "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
+        server = [INTERPRETER, "-I", "-S", f"/proc/self/fd/{code}", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(  # noqa: ASYNC220 (by vfork, in the loop of the provider alone)
                 [*command, "--", *server, *map(str, limits)], pass_fds=[theirs.fileno(), code],

@@ -179,6 +179,12 @@ def test_a_background_process_may_write_without_end(run: Run):
     run("pkill yes")
 
 
+def test_the_server_runs_by_the_python_of_its_bytecode(run: Run):
+    """`python3` of the same folder may be another one, as on Ubuntu 22.04 with its package python3.11."""
+    program = run("head -zn 1 /proc/1/cmdline").stdout
+    assert program.rstrip("\0").endswith(f"/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+
+
 def test_python_may_be_named_by_a_link(tmp_path: Path):
     """As uv names those that it installs."""
     (tmp_path / "link").symlink_to(sys.base_prefix)
