@@ -266,14 +266,19 @@ class ServerPool:
         except (InfrastructureError, DeadlineExceeded) as error:
             self._abandon(index, str(error))
             return
-        fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
+        fresh = status.restarts != server.num_restarts  # until a bring-up succeeds
         lease = self._leases.get(index)
         if lease is not None and not fresh and index in lease.served and server.client.loaded_version == lease.version:
             self.open(index)  # newer weights would end its eval
             return
+
+        def on_loaded() -> None:
+            server.num_restarts = status.restarts
+            self.open(index)
+
         self.status.set_component(f"server {index}", "receiving weights")
         try:
-            await self.bring_weights(index, lambda: self.open(index), fresh=fresh)
+            await self.bring_weights(index, on_loaded, fresh=fresh)
         except InfrastructureError as error:
             logger.warning("inference server %d failed again while it received weights: %s", index, error)
             server.num_failed_bring_ups += 1

@@ -140,6 +140,19 @@ async def test_a_server_that_fails_while_it_receives_weights_is_retried(bench) -
         await bench.until(lambda: bench.pool.up == [0, 1])
 
 
+@pytest.mark.parametrize("failure", ["weights_fail", "lost_ranks"])
+async def test_a_restarted_server_lacks_weights_until_a_transfer_succeeds(bench, failure) -> None:
+    setattr(bench, failure, 1)
+    async with bench.watched():
+        bench.handles[0].restarts = 1
+        await bench.until(lambda: len(bench.brought) >= 2)
+        bench.weights_fail = False
+        await bench.until(lambda: bench.pool.up == [0, 1])
+        await asyncio.sleep(0.02)
+    assert {fresh for _, fresh, _ in bench.brought} == {True}
+    assert bench.pool.up == [0, 1], "it is not taken for a server that restarted again"
+
+
 async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue(bench) -> None:
     bench.weights_fail = True
     async with bench.watched() as watching:
