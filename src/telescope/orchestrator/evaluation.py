@@ -120,9 +120,10 @@ class Evaluation:
     async def finish(self) -> None:
         """Waits until no eval is running."""
         self._run_waits = True
-        if any(share.is_running for share in self._shares):
+        running = [share.task for share in self._shares if share.task and share.is_running]
+        if running:
             self.status.phase = "waiting for running evals"
-        await asyncio.gather(*(share.task for share in self._shares if share.task is not None))
+        await asyncio.gather(*running)
 
     async def continue_after(self, step: int) -> None:
         """Cancels and forgets evals of versions after `step`, whose weights are lost."""

@@ -247,6 +247,7 @@ async def test_a_restart_of_the_trainer_ends_the_evals_of_lost_weights_only() ->
     assert [(row["version"], row["status"]) for row in training.rows("evals")] == [(3, "cancelled")]
     assert training.servers.synced == [0, 2]
     training.engines[1].gate.set()
+    await training.evaluation.finish()  # does not wait for the cancelled eval
     await training.ended_all()
     assert [result.version for result in training.evaluation.results] == [2]
     await training.evaluation.continue_after(1)
