@@ -192,7 +192,7 @@ class Evaluation:
                 self.status.eval_done += 1
                 self.status.generated(sample.totals.num_completion_tokens)
                 self.status.progressed()
-            used.add(sample.server_index)
+            used.update({sample.server_index} - {-1})
             failures.extend(filter(None, [sample.failure_message]))
             if item.index not in prompt_keys:
                 prompt = record_rows.prompt_row(sample.environment, item.prompt)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
-from tests.unit.orchestrator.simulation import FakeServer, InMemoryRun, SimulatedEnvironment
+from tests.unit.orchestrator.simulation import INSTANT, FakeServer, InMemoryRun, SimulatedEnvironment
 
 from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
@@ -212,6 +212,21 @@ async def test_a_multi_turn_eval_runs_like_training() -> None:
     second = [request.prompt_token_ids for request in requests_of(evaluation) if len(request.prompt_token_ids) > 1]
     assert len(second) == 5
     assert all(prompt[-1] == 9 for prompt in second), "the environment's reply follows the answer"
+
+
+async def test_a_sample_that_ends_before_its_first_request_has_no_server() -> None:
+    class Unready(SimulatedEnvironment):
+        async def begin(self, rollout: str, key: str, index: int) -> list[int]:
+            if index == 0:
+                raise EnvironmentFailure("no sandbox")
+            return await super().begin(rollout, key, index)
+
+    evaluation = await evaluation_of(
+        config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), Unready(dataclasses.replace(INSTANT, turns=(1, 2)))
+    )
+    await run_all(evaluation)
+    written: Any = evaluation.recorder
+    assert [row["servers"] for row in written.of("evals")] == [[0]]
 
 
 async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:
