@@ -111,6 +111,10 @@ class RequestSlotPool:
         self._serve()
         self.on_change()
 
+    def is_up(self, lease: Lease) -> bool:
+        """Returns whether the lease's server is open."""
+        return self.servers[lease.server].up
+
     def set_up(self, server: int, up: bool) -> None:
         """Opens or closes a server for new leases. Existing leases stay valid until released."""
         self.servers[server].up = up

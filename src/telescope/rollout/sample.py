@@ -312,6 +312,8 @@ class Rollout:
         task, trajectory, settings = self.task, self.trajectory, self.settings
         sampling = settings.sampling
         while True:
+            if self._kept is not None and not self._slots.is_up(self._kept):
+                self.release()  # its server was closed while the environment worked
             lease, self._kept = self._kept, None
             lease = lease or await self._slots.acquire(self._slot_key, turn=turn_index, timeout=settings.slot_timeout)
             trajectory.server_index, trajectory.slot = lease.server, lease.slot

@@ -79,6 +79,9 @@ class FakeLanes(RequestSlotPool):
         lease.released = True
         self.releases[lease.slot] += 1
 
+    def is_up(self, lease: Lease) -> bool:
+        return True
+
     @property
     def num_leased(self) -> int:
         return sum(not lease.released for lease in self.leases)

@@ -1,7 +1,7 @@
 """Running one sample: turns, retries, masks, and the release of slots."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -324,6 +324,29 @@ async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free):
     await bench.run(free_lane_after_generation=free)
     assert leased == [0 if free else 1]
     assert bench.slots.num_leased == 0
+
+
+@pytest.mark.parametrize("for_eval", [False, True])
+async def test_a_slot_of_a_server_that_was_closed_meanwhile_is_not_used(for_eval):
+    """Before the first turn of an eval's sample, or while the environment replies, the sample holds a slot."""
+    slots = RequestSlotPool([1, 1])
+    slots.set_up(0, True)
+    slots.set_up(1, True)
+
+    class Closing(FakeEnvironments):
+        async def begin(self, rollout: str, key: str, index: int) -> list[int]:
+            if for_eval:
+                slots.set_up(0, False)
+            return await super().begin(rollout, key, index)
+
+        async def respond(self, *arguments: Any, **options: Any) -> Advance:
+            slots.set_up(0, False)
+            return await super().respond(*arguments, **options)
+
+    bench = Bench(environments=Closing([Advance([20], "first", None)]), slots=cast(Any, slots))
+    sample = await bench.run(turns=True, for_eval=for_eval, free_lane_after_generation=False)
+    assert [turn.server for turn in sample.turns] == [int(for_eval), 1]
+    assert sample.num_infrastructure_retries == slots.num_used == 0
 
 
 async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others():
