@@ -63,7 +63,8 @@ class EngineProcess:
         Raises `InfrastructureError` when the kernel does not end one of them (a hung device).
         """
         kill_group(self.pid)
-        self._process.wait(timeout=KILL_SECONDS)
+        with suppress(subprocess.TimeoutExpired):  # then it is still a member of its group
+            self._process.wait(timeout=KILL_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while members := group_members(self.pid):
             if time.monotonic() > deadline:

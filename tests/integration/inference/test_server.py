@@ -266,6 +266,16 @@ def test_a_killed_shim_ends_a_command_that_does_not_watch_yet(tmp_path):
     wait_for(lambda: group_members(process.pid) == [], "end of the group")
 
 
+def test_a_process_that_the_kernel_does_not_end_is_reported(tmp_path, monkeypatch):
+    process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
+    with monkeypatch.context() as hung:
+        hung.setattr("telescope.inference.process.kill_group", lambda pid: None)
+        hung.setattr("telescope.inference.process.KILL_SECONDS", 0.1)
+        with pytest.raises(InfrastructureError, match=rf"{process.pid}.* still exist"):
+            process.kill()
+    process.kill()
+
+
 def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server):
     server = make_server(FakeEngineSettings(fail_start="ValueError: No available memory for the cache blocks."))
     started = time.monotonic()
