@@ -136,6 +136,8 @@ class StepRecorder:
         """Writes the groups, distributions and trainer's records of a step."""
         batch, step, write = trained.batch, trained.step, self._recorder.write
         advantages, position = batch.advantages.tolist(), 0
+        # Before the first pause, as in `_metrics`: groups that are discarded from now on belong to the next step.
+        discarded, self._discarded_numbers = self._discarded_numbers, []
         for group in batch.groups:
             end = position + len(group.usable_samples)
             self._write_group(group, step, advantages[position:end], status="kept", reason=None, step=step)
@@ -145,7 +147,6 @@ class StepRecorder:
             write("tokens", record_rows.tokens_row(tokens, step))
         for span in trained.result.spans:
             write("spans", record_rows.trainer_span_row(span, step))
-        discarded, self._discarded_numbers = self._discarded_numbers, []
         for rows in step_stats_rows(batch.groups, advantages, discarded, step=step):
             for row in rows:
                 write("step_stats", row)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.fakes import config_of, group
 from tests.unit.orchestrator.simulation import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
@@ -54,6 +54,25 @@ async def test_tokens_of_each_step_add_up_to_all_that_was_generated():
             row["num_tokens_generated"]
         )
         assert metrics["performance/samples_per_second"] * seconds == pytest.approx(row["num_samples"])
+
+
+async def test_a_group_that_is_discarded_while_a_step_is_written_counts_in_the_next_step():
+    run = InMemoryRun(config_of(number_of_steps=2))
+    write, discarded = run.recorder.write, group([0.0, 0.0], n=1000)
+    late: list[Callable[..., None]] = []
+
+    def writing(table: str, row: Any) -> None:
+        write(table, row)
+        if table == "groups" and row["status"] == "kept" and not late:
+            late.append(run.orchestrator._step_recorder.discarded)
+            asyncio.get_running_loop().call_soon(late[0], discarded, "zero_advantage", "all_zero", 1)
+
+    run.recorder.write = writing
+    await run.run()
+    assert 1000 in {row["group_id"] for row in run.recorder.of("groups", status="discarded", step=1)}
+    for row in run.recorder.of("steps"):
+        stats = run.recorder.of("step_stats", step=row["step"], environment="", metric="discarded/reward")
+        assert sum(one["n"] for one in stats) == row["metrics"]["discarded/all/samples"]
 
 
 async def test_full_collections_are_rare_while_a_run_trains(monkeypatch):
