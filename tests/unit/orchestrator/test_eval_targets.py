@@ -10,16 +10,19 @@ import pytest
 import yaml
 from tests.model_folder import write_model_folder
 from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.simulation import FakeServer
 
 from telescope.cli.main import main
 from telescope.config import EvalEntry
 from telescope.config.eval_config import EvalCommand
-from telescope.errors import UserError
+from telescope.errors import InfrastructureError, UserError
 from telescope.evals.runner import PlannedEval
+from telescope.orchestrator import eval_run
 from telescope.orchestrator.eval_run import EvalJob, choose_evals, eval_numbers, has_steps
 from telescope.orchestrator.eval_targets import find_targets
 from telescope.rollout.sample import RolloutSettings
 from telescope.weights.model_folder import MARKER
+from telescope.weights.plan import UpdateInfo
 
 
 @pytest.fixture
@@ -156,3 +159,24 @@ def test_bad_input_exits_with_2_and_names_the_fix(run, monkeypatch, capsys, argu
     monkeypatch.chdir(run.parent)
     assert main(["eval", "run/model", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+async def test_a_server_that_fails_after_it_has_counted_a_version_loads_the_folder_again(run, monkeypatch):
+    server, calls = FakeServer(), list[int]()
+
+    async def load(client: FakeServer, update: UpdateInfo) -> None:
+        calls.append(update.version)
+        client.loaded_version = update.version
+        if len(calls) == 1:
+            raise InfrastructureError("POST /resume had no answer within 60 s")
+
+    monkeypatch.setattr(eval_run, "load_folder", load)
+    weights = eval_run.FolderWeights(config_of(), [server], run / "model", 2)  # type: ignore[list-item]
+    opened: list[int] = []
+    await weights.sync_one(0, lambda: opened.append(2), fresh=False)
+    weights.version = 10
+    with pytest.raises(InfrastructureError):
+        await weights.sync_one(0, lambda: opened.append(10), fresh=False)
+    for _ in range(2):
+        await weights.sync_one(0, lambda: opened.append(10), fresh=False)
+    assert (calls, opened) == ([10, 10], [2, 10, 10])

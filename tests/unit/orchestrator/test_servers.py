@@ -153,6 +153,25 @@ async def test_a_restarted_server_lacks_weights_until_a_transfer_succeeds(bench,
     assert bench.pool.up == [0, 1], "it is not taken for a server that restarted again"
 
 
+async def test_a_server_that_fails_an_update_gets_the_weights_when_it_is_back(bench) -> None:
+    bring, failing = bench.bring_weights, {0}
+
+    async def bring_weights(server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
+        if server in failing:
+            raise DEAD
+        bench.handles[server].loaded_version = 3
+        await bring(server, on_loaded, fresh=fresh)
+
+    bench.pool.bring_weights = bring_weights
+    await bench.pool.update([0, 1], 3)
+    assert (bench.pool.up, bench.handles[1].loaded_version) == ([1], 3)
+    failing.clear()
+    async with bench.watched():
+        await bench.until(lambda: bench.pool.up == [0, 1])
+    await bench.pool.update([0, 1], 3)
+    assert bench.brought == [(1, False, True), (0, False, False)], "each server gets them once"
+
+
 async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue(bench) -> None:
     bench.weights_fail = True
     async with bench.watched() as watching:
