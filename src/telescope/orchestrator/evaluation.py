@@ -96,6 +96,10 @@ class Evaluation:
         """Returns the results for a checkpoint."""
         return list(self.results)
 
+    def points(self) -> list[EvalPoint]:
+        """Returns the results for the health rules."""
+        return [eval_point(result, self._label(result)) for result in self.results]
+
     # Before and after training
 
     async def run_all(self, version: int) -> list[EvalResult]:
@@ -307,10 +311,10 @@ class Evaluation:
         self.status.report(sentence, "eval", "warning", log=logger)
         self.problems.append(sentence)
 
-    def _label(self, plan: PlannedEval) -> str:
+    def _label(self, one: PlannedEval | EvalResult) -> str:
         """Returns the name of an eval, with its number if ambiguous."""
-        twice = sum(other.name == plan.name for other in self.plans) > 1
-        return f"{plan.name}#{plan.number}" if twice else plan.name
+        twice = sum(other.name == one.name for other in self.plans) > 1
+        return f"{one.name}#{one.number}" if twice else one.name
 
     def _baseline(self, result: EvalResult) -> EvalResult | None:
         """Returns the first result of the same eval, to which gains refer."""

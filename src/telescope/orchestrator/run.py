@@ -20,7 +20,7 @@ from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.collectors import collect, sources_of
-from telescope.orchestrator.evaluation import Evaluation, eval_point
+from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
@@ -156,7 +156,7 @@ class _TrainingRun:
         await components.weights.verify_initial()
         if self._resumed is not None:
             start = self._resumed.state
-            await self._load_checkpoint(components, self._resumed)
+            await self._load_checkpoint(components, evaluation, self._resumed)
             record = Run(directory.path)
             done = record.values("evals", "number", version=start.step, status="finished", source="live")
             await evaluation.start_due(start.step, done)
@@ -166,7 +166,7 @@ class _TrainingRun:
             directory.evaluated_before(headline.accuracy)
         return components, evaluation, RunState()
 
-    async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
+    async def _load_checkpoint(self, components: RunComponents, evaluation: Evaluation, checkpoint: Checkpoint) -> None:
         """Loads the weights of a checkpoint into trainer and engines."""
         status = self._status
         status.phase = f"loading the checkpoint after step {checkpoint.step}"
@@ -178,7 +178,7 @@ class _TrainingRun:
         # The health rules get the steps before the checkpoint.
         rows = Run(self._directory.path).table("steps", columns=["step", "metrics"]).sort_by("step").to_pylist()
         earlier = [(row["step"], dict(row["metrics"])) for row in rows if row["step"] < checkpoint.step]
-        status.health.resume(earlier, [eval_point(result, result.name) for result in checkpoint.state.evals])
+        status.health.resume(earlier, evaluation.points())
         status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:

@@ -177,6 +177,8 @@ async def test_evals_with_servers_of_their_own_do_not_wait_for_each_other() -> N
     await training.ended()
     assert {row["name"] for row in training.rows("evals")} == {"arithmetic"}
     assert "arithmetic#0 at version 2: accuracy" in " ".join(training.evaluation.status.messages)
+    names = {point.name for point in training.evaluation.points()}
+    assert names == {point.name for point in training.evaluation.status.health.history.evals}, "as after a resume"
 
 
 async def test_an_eval_whose_server_restarts_while_training_goes_on_is_reported_as_failed() -> None:
