@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -73,6 +74,16 @@ async def test_a_group_that_is_discarded_while_a_step_is_written_counts_in_the_n
     for row in run.recorder.of("steps"):
         stats = run.recorder.of("step_stats", step=row["step"], environment="", metric="discarded/reward")
         assert sum(one["n"] for one in stats) == row["metrics"]["discarded/all/samples"]
+
+
+async def test_the_duration_of_a_step_does_not_depend_on_the_clock(monkeypatch):
+    ahead = itertools.count(1e9, -3600)  # set back by an hour between any two readings
+    monkeypatch.setattr(orchestrator.time, "time", lambda: next(ahead))
+    run = InMemoryRun(config_of(number_of_steps=2))
+    await run.run()
+    for metrics in run.recorder.step_metrics:
+        assert 0 <= metrics["timing_waiting_for_data"] < metrics["timing_step_total"] < 20
+        assert metrics["timing_step_active"] >= 0
 
 
 async def test_full_collections_are_rare_while_a_run_trains(monkeypatch):
