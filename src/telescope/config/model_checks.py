@@ -12,8 +12,9 @@ from telescope.config import lora, megatron
 from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
 from telescope.config.machine import SHARED_MEMORY, existing_parent
 from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
-from telescope.config.model_files import ModelReport, architecture_of, vocabulary_size
+from telescope.config.model_files import ModelReport, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
+from telescope.config.model_source import architecture_of, why_no_router_replay
 from telescope.config.plan import ClusterResources, resolve_device
 from telescope.errors import ConfigError
 
@@ -35,14 +36,8 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
 def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
     """Checks fields that the model's shape excludes, on any machine."""
     shape = report.shape
-    if config.router_replay and shape is not None and (not shape.num_experts or shape.experts_per_token < 2):
-        has = "one expert per token" if shape.num_experts else "no experts"
-        raise ConfigError(f"router_replay is true, but {config.model} has {has}. Set router_replay to false")
-    if config.router_replay and architecture_of(config) not in (None, "qwen3_moe"):
-        raise ConfigError(
-            f"router_replay is true, which works for Qwen3-MoE, and {config.model} is another model. Set router_replay "
-            "to false"
-        )
+    if config.router_replay and (why := why_no_router_replay(config, shape)) is not None:
+        raise ConfigError(f"router_replay is true, but {why}. Set router_replay to false")
     if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
         lora.check_adapters(config, shape)
 

@@ -64,13 +64,6 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
         )
 
 
-def architecture_of(config: TelescopeConfig) -> str | None:
-    """The model's `model_type`, from files on this machine. None if they are not here."""
-    files = files_here(config)
-    model_type = None if files is None else (files.read_object("config.json") or {}).get("model_type")
-    return model_type if isinstance(model_type, str) else None
-
-
 def check_rendering(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when the chat template renders no prompt."""
     files = files_here(config)

@@ -18,6 +18,7 @@ from telescope.errors import ConfigError
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
+    from telescope.config.model_shape import ModelShape
     from telescope.config.schema import TelescopeConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -99,6 +100,24 @@ def files_here(config: TelescopeConfig) -> ModelFiles | None:
         return find_files(config, ask_hub=False)
     except HubUnreachableError:
         return None
+
+
+def architecture_of(config: TelescopeConfig) -> str | None:
+    """The model's `model_type`, from files on this machine. None if they are not here."""
+    files = files_here(config)
+    model_type = None if files is None else (files.read_object("config.json") or {}).get("model_type")
+    return model_type if isinstance(model_type, str) else None
+
+
+def why_no_router_replay(config: TelescopeConfig, shape: ModelShape | None) -> str | None:
+    """Returns why the model cannot be trained with `router_replay`, or None if it can. Unknown facts are no reason."""
+    if shape is not None and not shape.num_experts:
+        return f"{config.model} has no experts"
+    if shape is not None and shape.experts_per_token < 2:
+        return f"{config.model} has one expert per token"
+    if architecture_of(config) not in (None, "qwen3_moe"):
+        return f"it works for Qwen3-MoE, and {config.model} is another model"
+    return None
 
 
 def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
 from telescope.config.machine import cpu_flags
+from telescope.config.model_source import why_no_router_replay
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def remarks_on_place(
             "several times slower than float32. Set mixed_precision_dtype to null."
         )
     num_layers = shape.num_layers if shape is not None else None
-    if shape is not None and shape.num_experts and not config.router_replay and device == "cuda":
+    can_replay = shape is not None and why_no_router_replay(config, shape) is None
+    if can_replay and not config.router_replay and device == "cuda":
         found.append(
             f"{config.model} is a mixture of experts: trainer and servers choose different experts where router "
             "logits nearly tie, so that logprobs differ (kl_divergence_inference). Set router_replay to true to "

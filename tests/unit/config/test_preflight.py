@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import re
 import socket
 import sys
@@ -298,6 +299,18 @@ def test_router_replay_needs_experts_and_is_suggested_where_there_are_some():
     assert "Set router_replay to true" in remark
     assert remarks_on_place(config(router_replay=True), "cuda", sparse.shape) == []
     assert remarks_on_place(config(), "cuda", dense.shape) == []
+
+
+def test_router_replay_is_not_suggested_for_a_model_for_which_it_is_refused(tmp_path):
+    sizes = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    report = ModelReport("a folder", ModelShape.from_config(sizes))
+    refused = config(model=str(tmp_path), router_replay=True)
+    assert "it works for Qwen3-MoE" in message_of(lambda run: model_checks.check_shape(run, report), refused)
+    assert remarks_on_place(config(model=str(tmp_path)), "cuda", report.shape) == []
 
 
 def test_experts_one_after_another_are_named():

@@ -118,9 +118,9 @@ class TrainerSection(Section, title="Trainer"):
     computed with equal weights are compared with the trainer's, by position. A difference beyond rounding stops the
     run. 0 = never. Not with top_p below 1 or lora_dropout."""
     router_replay: bool = False
-    """Train each token of a mixture of experts with the experts that the engine chose for it (R3, arXiv 2510.11370).
-    Without it, trainer and engine choose different experts where router logits nearly tie. Costs layers x experts per
-    token bytes per token, and blocks are not compiled. `router_replay/agreement` is the share of equal choices."""
+    """Train each token of Qwen3-MoE with the experts that the engine chose for it (R3, arXiv 2510.11370). Without it,
+    trainer and engine choose different experts where router logits nearly tie. Costs layers x experts per token bytes
+    per token, and blocks are not compiled. `router_replay/agreement` is the share of equal choices."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
     of the activation memory."""
