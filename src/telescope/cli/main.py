@@ -44,7 +44,7 @@ COMMANDS = {
     "doctor": "check this machine and its packages, with fixes",
     "launch": "train by a job of Slurm, KubeRay or SkyPilot",
     "tiny-model": "make a model of a million parameters that can be trained on a CPU, or fetch a small released one",
-    "envs": "list, describe, try or create environments",
+    "envs": "list, describe, try, check or create environments",
     "runs": "list runs",
     "query": "query runs with SQL",
     "compact": "merge the files of ended runs",
