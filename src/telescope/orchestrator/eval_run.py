@@ -257,7 +257,8 @@ class _EvalRun:
             if servers.clients and target is not first:
                 previous, folder = folder, await self._folder_of(target)
                 status.phase = f"loading {target.description}"
-                await weights.use(folder, version, servers.up)
+                weights.folder, weights.version = folder, version
+                await servers.update(servers.up, version)
                 if previous.parent == self._scratch and str(previous) != components.config.model:
                     shutil.rmtree(previous)  # a restarted server begins with the first model
             self._results.append(TargetResult(target, version, await evaluation.run_all(version)))
@@ -269,7 +270,7 @@ class _EvalRun:
 
 @dataclass
 class FolderWeights:
-    """The weights that the servers should have, initially the weights that they start with. `version` numbers them.
+    """The weights that the servers should have, initially those that they start with. `version` numbers them.
 
     `sync_one` loads one server at a time, and never loads the same folder twice.
     """
@@ -281,11 +282,8 @@ class FolderWeights:
 
     def __post_init__(self) -> None:
         self._locks = [asyncio.Lock() for _ in self.clients]
-
-    async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
-        """Loads another folder into `servers`. Other servers load it when they restart (`sync_one`)."""
-        self.folder, self.version = folder, version
-        await asyncio.gather(*(self.sync_one(server, lambda: None, fresh=False) for server in servers))
+        self._loaded: dict[int, int] = dict.fromkeys(range(len(self.clients)), self.version)
+        """Version of the verified weights of each server."""
 
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         """Loads the folder into one server, unless an old process has it. Calls `on_loaded` before any other load.
@@ -294,16 +292,19 @@ class FolderWeights:
         """
         client = self.clients[server]
         async with self._locks[server]:
-            if fresh or client.loaded_version != self.version:
+            if fresh or self._loaded.get(server) != self.version:
+                self._loaded.pop(server, None)
+                version = self.version
                 update = make_update(
                     folder_metas(self.folder),
-                    version=self.version,
+                    version=version,
                     dtype=self.config.engine_dtype,
                     bucket_mb=self.config.weight_broadcast_bucket_mb,
                     timeout_seconds=self.config.weight_sync_timeout_seconds,
                     folder=str(self.folder.absolute()),
                 )
                 await load_folder(client, update)
+                self._loaded[server] = version
             on_loaded()
 
 

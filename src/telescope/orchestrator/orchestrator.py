@@ -385,7 +385,7 @@ class Orchestrator:
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""
         for step in range(self._first_step, self.config.number_of_steps):
-            started_at = time.time()
+            started_at, began = time.time(), time.monotonic()
             await self._notifier.wait_until(
                 lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
             )
@@ -394,7 +394,7 @@ class Orchestrator:
             batch, self._batch = self._batch, None
             self._num_taken += 1
             self._notifier.notify()
-            waited = time.time() - started_at
+            waited = time.monotonic() - began
             self.status.set_component("trainer", f"training step {step + 1}")
             result = await self.trainer.train_step(batch.inputs)
             self.status.set_component("trainer", "sending weights")
@@ -404,7 +404,8 @@ class Orchestrator:
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
                 del self._unsettled[group.group_id]
-            trained = TrainedStep(step, batch, result, sync_metrics, started_at, waited, self.position())
+            seconds = time.monotonic() - began
+            trained = TrainedStep(step, batch, result, sync_metrics, started_at, seconds, waited, self.position())
             await self._step_recorder.trained(trained)
             # After the step is counted: samples too old for the new weights count in the next step, as in the record.
             self._withdraw_stale_groups()

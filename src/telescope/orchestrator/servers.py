@@ -142,12 +142,7 @@ class ServerPool:
         joins the lease when it comes back with this version.
         """
         chosen = [index for index in indices if self._servers[index].failed is None]
-        for index in chosen:
-            if self._servers[index].up and self._servers[index].client.loaded_version != version:
-                try:
-                    await self.bring_weights(index, lambda: None, fresh=False)
-                except InfrastructureError as error:
-                    self.close(index, str(error))
+        await self.update(chosen, version)
         slots = [self.eval_slots_per_server] * len(self._servers)
         lane = self.slots.pool.open_lane(f"eval {next(self._lease_numbers)}", slots, servers=chosen, keys=keys)
         lease = EvalLease(version, set(chosen), lane)
@@ -158,6 +153,18 @@ class ServerPool:
         if not lease.servers:
             lease.lost.set()
         return lease
+
+    async def update(self, indices: Iterable[int], version: int) -> None:
+        """Loads the current weights, of this version, into the servers that are up without them."""
+
+        async def update(index: int) -> None:
+            try:
+                await self.bring_weights(index, lambda: None, fresh=False)
+            except InfrastructureError as error:
+                self.close(index, str(error))
+
+        old = [index for index in indices if self._servers[index].client.loaded_version != version]
+        await asyncio.gather(*(update(index) for index in old if self._servers[index].up))
 
     def release(self, lease: EvalLease) -> None:
         """Ends a lease, unless it has ended. The servers receive the next weight sync."""

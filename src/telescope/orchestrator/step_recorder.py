@@ -29,8 +29,8 @@ RUN_ENDED = "run_ended"  # reason of a cancelled group: the run ended before it 
 class TrainedStep:
     """A training step whose weights are synced. Times in seconds; `step` is also the version from which it started.
 
-    `waited` is how long the trainer waited for the batch. `position` is the sampler position once its groups are
-    trained.
+    `seconds` is its whole duration, of which the trainer waited `waited` for the batch. `position` is the sampler
+    position once its groups are trained.
     """
 
     step: int
@@ -38,6 +38,7 @@ class TrainedStep:
     result: StepResult
     sync_metrics: dict[str, float]
     started_at: float
+    seconds: float
     waited: float
     position: SamplerPosition
 
@@ -97,17 +98,15 @@ class StepRecorder:
 
     async def trained(self, trained: TrainedStep) -> None:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
-        ended_at = time.time()
         generated = self._status.num_tokens_generated - self._num_tokens_at_last_step
         self._num_tokens_at_last_step += generated
-        metrics = self._metrics(trained, generated, ended_at)
+        ended_at, metrics = time.time(), self._metrics(trained, generated)
         await self._write_batch(trained)
         self._write_step(trained, metrics, generated, ended_at)
 
-    def _metrics(self, trained: TrainedStep, generated: int, ended_at: float) -> dict[str, float]:
+    def _metrics(self, trained: TrainedStep, generated: int) -> dict[str, float]:
         """Computes the metrics of a step, and resets the counts."""
-        # The clock may have been set back in between.
-        seconds = max(ended_at - trained.started_at, 1e-6)
+        seconds = max(trained.seconds, 1e-6)
         # Includes discarded groups, because the mean of trained groups excludes every prompt that is always or never
         # solved.
         batch = trained.batch
