@@ -1,5 +1,6 @@
 """Runs the example of docs/algorithms.md: an algorithm is one file and one line."""
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from tests.unit.algorithms.test_algorithm_losses import make_tokens, settings
 from telescope.algorithms import compute_advantages, get_algorithm
 from telescope.algorithms.loss import loss_terms
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts
+from telescope.trainer.step import RLBackend
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -33,3 +35,9 @@ def test_the_example_of_the_page_gives_advantages_and_a_loss(above_mean: None) -
     tokens = make_tokens()
     terms = loss_terms(get_algorithm("above_mean"), tokens, settings(algorithm="above_mean"))
     np.testing.assert_allclose(terms.policy_N.detach(), (-tokens.advantage_N * tokens.logp_N).detach())
+
+
+def test_the_table_of_backends_names_every_method_that_one_must_have() -> None:
+    table = PAGE.read_text().partition("derives from `telescope.trainer.step.RLBackend`")[2].partition("\n\n")[2]
+    named = set(re.findall(r"`(\w+)", "".join(line.split("|")[1] for line in table.splitlines() if line[:1] == "|")))
+    assert not RLBackend.__abstractmethods__ - named
