@@ -59,6 +59,12 @@ def test_every_package_has_one_layer() -> None:
     assert sorted(package for layer in LAYERS for package in layer) == sorted(packages)
 
 
+def test_the_document_has_the_layers_below_main() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    shown = page.partition("## Packages\n\n")[2].partition("\n\n")[0].split("->")
+    assert [tuple(layer.replace(" ", "").strip().split(",")) for layer in shown] == list(LAYERS[1:])
+
+
 def test_packages_import_only_what_is_below_them() -> None:
     assert not (found := upward_imports(SOURCE)), "\n".join(found)
 
