@@ -123,11 +123,6 @@ class CalculatorAgentEnvironment(ToolEnvironment):
             calls.append(ToolCall("", None, text, f"A call must have the form {CALL_OPEN}12+7{CALL_CLOSE}."))
         return calls
 
-    def execute_tool(self, call: ToolCall) -> ToolResult:
-        result = super().execute_tool(call)
-        assert isinstance(result, ToolResult), "the calculator is not async"
-        return result
-
     def format_tool_result(self, result: ToolResult) -> str:
         if self.short and not result.success:
             return "error"
