@@ -11,6 +11,7 @@ Invariant: at most one server of all runs on a machine has a port reserved, star
 
 import errno
 import functools
+import math
 import os
 import platform
 import socket
@@ -27,6 +28,11 @@ CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+CGROUP_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Microseconds of all cores that a container may use, and in how many."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -44,8 +50,14 @@ def local_resources() -> ClusterResources:
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Returns the number of cores that this process may use: fewer than there are in a container with a limit."""
+    cores = len(os.sched_getaffinity(0))
+    for files in CGROUP_QUOTAS:
+        if all(map(os.path.exists, files)):
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if quota.isdigit():  # else "max" or -1: no limit
+                cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
 
 
 def memory_bytes() -> int:
