@@ -21,7 +21,7 @@ from telescope.config.loader import build_config, parse_overrides
 from telescope.config.messages import describe_errors, unknown_field
 from telescope.config.model_source import files_in
 from telescope.config.schema import TelescopeConfig
-from telescope.config.sections.general import RaySection
+from telescope.config.sections.general import EnvironmentSection, RaySection
 from telescope.config.sections.rollout import InferenceSection
 from telescope.config.yaml_file import read_yaml_file
 from telescope.errors import ConfigError
@@ -61,6 +61,8 @@ SHARED_FIELDS = frozenset(
         *("max_tokens", "interleaved_rollouts", "enable_prompt_prefetch", "model_dtype", "mixed_precision_dtype"),
         *("trust_remote_code", "seed", "device", "debug", "watchdog_seconds", "environments_path", "seq_len"),
         *("environment_workers", "environment_timeout_seconds", "eager_prepare_resources", "request_timeout_seconds"),
+        *(name for name in EnvironmentSection.model_fields if name.startswith("rollout_")),
+        "environment_error_budget",
         *("stop_token_ids", "stop", "allow_special_tokens_in_content"),
         *("weight_broadcast_bucket_mb", "weight_sync_timeout_seconds", "free_lane_after_generation"),
     }

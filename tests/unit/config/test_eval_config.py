@@ -103,6 +103,13 @@ def test_a_model_whose_config_is_broken_is_refused_by_name(tmp_path):
         build_eval_config(load_eval_request(None), None, [], tmp_path)
 
 
+def test_rollout_workers_of_an_eval_are_set_as_those_of_a_run():
+    flags = ["--rollout_num_workers", "3", "--rollout_cpus_per_worker", "2", "--environment_error_budget", "0.5"]
+    config = build_eval_config(load_eval_request(None, flags), None, [EvalEntry(name="countdown")], Path("/models/a"))
+    assert (config.rollout_num_workers, config.rollout_cpus_per_worker) == (3, 2)
+    assert config.environment_error_budget == 0.5
+
+
 def test_only_what_changes_results_is_another_measurement():
     request = load_eval_request(None, [])
     evals = [EvalEntry(name="math500")]
