@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if loaded.config.resume_from_checkpoint:
         from telescope.orchestrator.resume import check_has_checkpoint, finished_steps
 
-        run_dir = choose_run_dir(loaded.config)
+        run_dir = user_path(choose_run_dir(loaded.config))
         if (steps := finished_steps(loaded.config, run_dir)) is not None:
             print(f"{run_dir} has finished {steps} steps: nothing is left to do. Raise number_of_steps to train on")
             return 0

@@ -48,7 +48,7 @@ from telescope.environments.registry import check_environment
 from telescope.errors import ConfigError, UserError
 from telescope.evals.base import check_eval
 from telescope.utils.packages import is_installed
-from telescope.utils.text import pluralize
+from telescope.utils.text import pluralize, user_path
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -369,7 +369,7 @@ def check_run_dir(config: TelescopeConfig) -> str:
             "resume_from_checkpoint: true), choose another directory (or leave run_dir null for a new one each time), "
             "or remove that run"
         )
-    folder = config.checkpoint_dir and Path(config.checkpoint_dir).expanduser()
+    folder = config.checkpoint_dir and user_path(config.checkpoint_dir)
     if folder and any(folder.glob("step_*")) and not config.resume_from_checkpoint:
         raise ConfigError(
             f"checkpoint_dir is {str(folder)!r}, which already holds checkpoints. Continue their run with "

@@ -13,8 +13,9 @@ from rich.console import Console
 from telescope.cli import main as cli
 from telescope.cli import ui
 from telescope.cli.train import build_parser, print_summary
-from telescope.config import TelescopeConfig
+from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError, RunError, UserError
+from telescope.orchestrator import preflight
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -273,6 +274,28 @@ def test_the_command_alone_opens_the_dashboard_also_where_no_runs_are(tmp_path, 
     assert given == ((8105, "127.0.0.2", False) if len(flags) == 3 else (8005, "127.0.0.1", bool(flags)))
 
 
+def lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes /locked a folder that this user may not enter."""
+
+    def stat(path: Path, **_: bool) -> os.stat_result:
+        if path.is_relative_to("/locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
+def test_folders_of_a_run_that_the_user_may_not_enter_are_refused(capsys, monkeypatch):
+    lock(monkeypatch)
+    environments = ("--environments", "[{name: countdown}]")
+    assert run(capsys, "train", *environments, "--run_dir=/locked", "--resume_from_checkpoint")[::2] == (
+        2, "telescope: '/locked' cannot be read: Permission denied. Ask its owner, or name another\n",
+    )  # fmt: skip
+    config = load_config(None, [*environments, "--checkpoint_dir=/locked"]).config
+    with pytest.raises(UserError, match="'/locked' cannot be read"):
+        preflight.check_run_dir(config)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -285,12 +308,7 @@ def test_the_command_alone_opens_the_dashboard_also_where_no_runs_are(tmp_path, 
 )
 @pytest.mark.parametrize("path", ["~no-such-user/x", "x" * 300, "x/" * 3000, "/locked/x"])
 def test_a_path_that_cannot_exist_or_be_read_is_refused_in_one_line(capsys, monkeypatch, arguments, path):
-    def stat(path: Path, **_: bool) -> os.stat_result:
-        if path.is_relative_to("/locked"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return os.stat(path)
-
-    monkeypatch.setattr(Path, "stat", stat)
+    lock(monkeypatch)
     code, out, err = run(capsys, *(argument.format(path) for argument in arguments))
     assert (code, out) == (2, "")
     expected = "'/locked/x' cannot be read: Permission denied" if path == "/locked/x" else "is not a path: "
