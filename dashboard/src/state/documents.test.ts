@@ -99,3 +99,17 @@ test("a change without a connection goes with the next one", async () => {
   await kept.change(add("c"));
   expect(server.value).toEqual(["a", "b", "c"]);
 });
+
+test("what another page writes during a read is read too", async () => {
+  const server = new Kept(["a"], "1");
+  const kept = new KeptDocument("notes", server);
+  const old = await server.get();
+  let answer = (_: Document) => {};
+  server.get = () => new Promise((done) => (answer = done));
+  const loaded = kept.load();
+  void kept.read(); // as its message asks for
+  server.get = async () => ({ value: ["a", "b"], version: "2" });
+  answer(old);
+  await loaded;
+  expect(kept.state.value).toEqual(["a", "b"]);
+});

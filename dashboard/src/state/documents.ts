@@ -35,6 +35,8 @@ export class KeptDocument {
   private pending: Change[] = [];
   private busy = false;
   private loaded = false;
+  /** Whether another page wrote while this one was busy. */
+  private stale = false;
   private timer: ReturnType<typeof setTimeout> | undefined;
   private readonly listeners = new Set<() => void>();
 
@@ -63,6 +65,7 @@ export class KeptDocument {
   }
 
   async read(): Promise<void> {
+    this.stale = this.busy;
     if (this.busy) return;
     this.busy = true;
     this.loaded = true;
@@ -74,6 +77,7 @@ export class KeptDocument {
     }
     this.busy = false;
     this.show(failure);
+    if (this.stale) return this.read();
     if (!failure) await this.write();
   }
 
@@ -90,7 +94,7 @@ export class KeptDocument {
       failure = error as Error;
     }
     this.busy = false;
-    if (failure instanceof ApiError && failure.status === CONFLICT) return this.read();
+    if (this.stale || (failure instanceof ApiError && failure.status === CONFLICT)) return this.read();
     // The server would refuse the same again.
     if (failure && !mayPass(failure)) this.pending.splice(0, changes.length);
     this.show(failure);
