@@ -89,6 +89,7 @@ def _rows(owner: str, file: Path, split: str | None) -> Iterator[dict[str, Any]]
             text = _decode(file, file.read_bytes())
             header = text.partition("\n")[0]
             delimiter = max(",;\t" if file.suffix == ".csv" else "\t;,", key=header.count)  # the first if none occurs
+            csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, less than a long prompt
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
         elif file.suffix == ".json":
             try:

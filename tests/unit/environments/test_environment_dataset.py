@@ -107,6 +107,8 @@ def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, mon
         (tmp_path / name).write_text(text)
         sample = made(str(tmp_path / name), reward="exact").get_sample(0)
         assert (sample.prompt, sample.answer) == ("1,0+1?", "2,0")
+    (tmp_path / "long.csv").write_text(f"question,answer\n{'word ' * 100_000},2\n")
+    assert len(made(str(tmp_path / "long.csv"), reward="exact").get_sample(0).prompt) > 400_000
     hub = serve_rows(monkeypatch, lambda *_: [GSM8K])
     assert made("openai/gsm8k", subset="main", split="test").get_sample(0).answer == "1,072"
     assert hub.requested == [("openai/gsm8k", "main", "test")]
