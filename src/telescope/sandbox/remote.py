@@ -212,8 +212,12 @@ class RemoteSandboxProvider(SandboxProvider):
 
     async def _bounded(self, handle: SandboxHandle, script: str, timeout: float) -> ExecResult:
         seconds = math.ceil(timeout) + GRACE_SECONDS
-        async with asyncio.timeout(seconds + GRACE_SECONDS):
-            return await self._run(handle, script, seconds)
+        try:
+            async with asyncio.timeout(seconds + GRACE_SECONDS):
+                return await self._run(handle, script, seconds)
+        except TimeoutError:  # not of the command, which the script would report
+            why = f"did not answer within {seconds + GRACE_SECONDS} s"
+            raise SandboxError(f"sandbox {handle.id!r} of {self.name} {why}") from None
 
     async def upload_bytes(self, handle: SandboxHandle, remote_path: str, content: bytes) -> None:
         with self._translated(f"upload of {remote_path!r}", handle.id):
@@ -268,7 +272,7 @@ class RemoteSandboxProvider(SandboxProvider):
         for pattern, message, kind in self.error_table:
             if any(re.fullmatch(pattern, name) for name in names) and re.search(message, str(error)):
                 return kind
-        return SandboxCommandTimeoutError if isinstance(error, TimeoutError) else SandboxError
+        return SandboxError
 
 
 def run_label(config: SandboxConfig) -> dict[str, str]:

@@ -304,6 +304,19 @@ async def test_killed_script_is_a_result_while_its_container_lives(trial, name, 
             assert found.type is expected
 
 
+@pytest.mark.parametrize("name", ["modal"])
+async def test_service_that_does_not_answer_is_no_slow_command(trial, name, monkeypatch):
+    async def run(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    handle = await trial.shared()
+    monkeypatch.setattr(remote, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(trial.provider, "_run", run)
+    with pytest.raises(SandboxError, match="of modal did not answer within 1 s") as found:
+        await trial.provider.execute(handle, "true", timeout=0.5)
+    assert found.type is SandboxError
+
+
 @pytest.mark.parametrize("name", ["docker"])
 async def test_container_is_locked_down(trial, docker, name):
     await trial.shared()
