@@ -3,12 +3,14 @@
 That gradients and metrics of every algorithm are those of one rank is shown in `test_algorithms_on_two_ranks`.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.families import FAMILIES
 from tests.integration.trainer.plain_kernels import use_plain_kernels
 from tests.integration.trainer.trainer_cases import (
     ALL_MODIFIERS,
@@ -24,7 +26,7 @@ from tests.integration.trainer.trainer_cases import (
     weights,
 )
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from telescope.errors import UserError
 from telescope.trainer.backends.fsdp.backend import FSDPBackend
@@ -167,6 +169,16 @@ def test_a_model_whose_heads_cannot_be_shared_is_refused_when_it_is_loaded(num_r
     backend.hf_config = heads
     with pytest.raises(UserError, match=f"fsdp_context_parallel_size is {num_ranks}, but a/model has [23] key and"):
         backend._refuse_uneven_heads(num_ranks)
+
+
+def test_every_layer_of_a_model_with_different_heads_is_checked():
+    (gemma,) = (family for family in FAMILIES if family.name == "gemma4_text")
+    for num_kv_heads, refused in ((1, False), (3, True)):  # of the layers with full attention
+        backend = FSDPBackend(make_config("a/model"), 0, 2, torch.device("cpu"))
+        fields = gemma.fields | {"num_global_key_value_heads": num_kv_heads}
+        backend.hf_config = AutoConfig.for_model(gemma.model_type, **fields)
+        with pytest.raises(UserError, match="a/model has 3 key and value heads") if refused else nullcontext():
+            backend._refuse_uneven_heads(2)
 
 
 def test_a_row_is_padded_by_a_segment_of_its_own():

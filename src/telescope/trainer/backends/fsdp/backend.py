@@ -79,11 +79,13 @@ class FSDPBackend(RLBackend):
     def _refuse_uneven_heads(self, num_ranks: int) -> None:
         """Raises `UserError` if ranks cannot share the heads, whose number may be unknown before the start."""
         model = self.hf_config.get_text_config()
-        num_kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-        if heads := uneven_heads(num_ranks, model.num_attention_heads, num_kv_heads):
-            raise UserError(
-                f"fsdp_context_parallel_size is {num_ranks}, but {self.config.model} has {heads}. Choose another size"
-            )
+        for layer in getattr(model, "per_layer_config", [model]):  # Gemma 4 has layers with other numbers of heads
+            num_kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            if heads := uneven_heads(num_ranks, layer.num_attention_heads, num_kv_heads):
+                raise UserError(
+                    f"fsdp_context_parallel_size is {num_ranks}, but {self.config.model} has {heads}. Choose another "
+                    "size"
+                )
 
     @property
     def layout(self) -> Layout:
