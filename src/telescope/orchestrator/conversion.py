@@ -214,11 +214,14 @@ def _merged_weights(
     from telescope.trainer.lora import A, B, is_adapter, merged
     from telescope.weights.model_folder import folder_metas, folder_reader
 
-    dtype = config.model_dtype
+    dtype, nothing = config.model_dtype, torch.empty(0, device="meta")
+    exact = {part for own in names.float32_buffers for part, _ in names.parts(own, nothing)}
     try:
         base = _base_of(checkpoint, meta)
         check_base(base, meta.get("base"), checkpoint)
-        metas = [replace(m, dtype=dtype) for m in folder_metas(base)]
+        metas = [
+            replace(m, dtype="float32" if m.name in exact else dtype, exact=m.name in exact) for m in folder_metas(base)
+        ]
         read_base = folder_reader(base)
     except (OSError, UserError) as error:
         raise UserError(
@@ -227,7 +230,6 @@ def _merged_weights(
         ) from error
     adapter = _read_adapter(checkpoint)
     layers = [name.removesuffix(A) for name in adapter if name.endswith(A)]
-    nothing = torch.empty(0, device="meta")
     adapted = {part: layer for layer in layers for part, _ in names.parts(f"{layer}.weight", nothing)}
     if missing := sorted(adapted.keys() - {m.name for m in metas}):
         raise UserError(f"{base} has no {missing[0]}, for which {checkpoint} has an adapter")
@@ -236,7 +238,7 @@ def _merged_weights(
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for m in metas:
-            weight = read_base(m.name).to(getattr(torch, dtype))
+            weight = read_base(m.name).to(getattr(torch, m.dtype))
             if (layer := adapted.get(m.name)) is not None:
                 weight = merged(weight, adapter[layer + A], adapter[layer + B], scaling)
             yield m.name, weight

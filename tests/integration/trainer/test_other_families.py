@@ -98,14 +98,17 @@ def test_adapters_of_a_wrapper_are_in_its_decoder_and_merged_into_its_weights(mo
     }
 
 
-def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewer_bits(models, one_rank, tmp_path):
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "lora_alpha": 4, "lora_target_modules": ["q_proj"]}])
+def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewer_bits(
+    models, one_rank, tmp_path, lora
+):
     models["glm4_moe"] = save(tmp_path / "model", "glm4_moe")
     file = tmp_path / "model" / "model.safetensors"
     stored = load_file(file)
     (name,) = (name for name in stored if name.endswith("e_score_correction_bias"))
     stored[name] = torch.randn(stored[name].shape, generator=torch.Generator().manual_seed(0))
     save_file(stored, file, metadata={"format": "pt"})
-    trainer = one_rank("glm4_moe", model_dtype="bfloat16")
+    trainer = one_rank("glm4_moe", model_dtype="bfloat16", **lora)
     sent = dict(trainer.named_weights(torch.bfloat16))
     assert torch.equal(sent[name], stored[name])
     assert {tensor.dtype for other, tensor in sent.items() if other != name} == {torch.bfloat16}
@@ -114,7 +117,8 @@ def test_a_buffer_that_engines_keep_in_float32_is_neither_sent_nor_saved_in_fewe
     trainer.backend.save_hf(tmp_path / "hf")
     trainer.save_checkpoint(2, tmp_path / "step_2")
     trainer.backend.finish_checkpoint()
-    write_meta(tmp_path / "step_2", models["glm4_moe"])
+    settings = {"model": models["glm4_moe"], "model_dtype": "bfloat16", **lora}
+    write_meta(tmp_path / "step_2", models["glm4_moe"], config=settings)
     convert(tmp_path / "step_2", tmp_path / "converted", dtype="bfloat16")
     for folder in ("hf", "converted"):
         saved = load_file(tmp_path / folder / "model.safetensors")
