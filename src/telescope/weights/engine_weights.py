@@ -102,6 +102,13 @@ def engine_names(model: nn.Module, metas: list[TensorMeta]) -> list[str | None]:
     return [rename(meta.name) for meta in metas]
 
 
+def float32_names(model: nn.Module, metas: list[TensorMeta]) -> list[str]:
+    """Returns the trainer's names of tensors that the engine keeps in float32, under the same names as a checkpoint."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    wide = {name for name, tensor in tensors if tensor.dtype == torch.float32}
+    return [meta.name for meta, name in zip(metas, engine_names(model, metas), strict=True) if name in wide]
+
+
 def quantized_reference(model: nn.Module, metas: list[TensorMeta], quantize: Quantize) -> QuantizedReference | None:
     """Returns an observer for an update of `metas`. None if the model has no quantized layers."""
     if not any(is_quantized(module) for module in model.modules()):

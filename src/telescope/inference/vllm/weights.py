@@ -30,7 +30,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,13 @@ from telescope.weights import receiver
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
 from telescope.weights.engine_quantized import QuantizedReference, is_quantized
-from telescope.weights.engine_weights import engine_weights, loaded_names, quantized_reference, tied_names
+from telescope.weights.engine_weights import (
+    engine_weights,
+    float32_names,
+    loaded_names,
+    quantized_reference,
+    tied_names,
+)
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.model_folder import folder_reader
 from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
@@ -228,13 +234,15 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.update = update_info
 
     def _load_folder(self, update: UpdateInfo) -> None:
-        """Loads a model folder on this machine, a bucket at a time."""
+        """Loads a model folder on this machine, a bucket at a time, in the dtypes in which vLLM would load it."""
         self.update = None
-        dtype: torch.dtype = getattr(torch, update.dtype)
+        if update.dtype != "float32":
+            update = replace(update, wide=float32_names(self.model, update.metas))
         read = folder_reader(Path(update.folder))
         with set_current_vllm_config(self.vllm_config):
             for bucket in plan_buckets(update):
-                tensors = [(meta.name, read(meta.name).to(self.device, dtype)) for meta, _ in bucket.entries]
+                metas = [meta for meta, _ in bucket.entries]
+                tensors = [(m.name, read(m.name).to(self.device, getattr(torch, m.dtype))) for m in metas]
                 self.fingerprints_of_folder |= {name: to_hex(fingerprint(tensor)) for name, tensor in tensors}
                 self._load(tensors)
         self.update = update
