@@ -120,7 +120,8 @@ def packed(components: RunComponents, samples: list[TrainSample], *, otherwise: 
     if otherwise:
         order = np.random.default_rng(0).permutation(len(samples))
         samples = [samples[i] for i in order]
-        seq_len = max(sample.length for sample in samples) + min(sample.length for sample in samples)
+        lengths = [sample.length for sample in samples]
+        seq_len = min(seq_len, max(lengths) + min(lengths))  # memory suffices for rows of the run
     return pack_step(
         samples,
         step=0,

@@ -12,12 +12,14 @@ import pytest
 from tests.model_folder import write_model_folder
 
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+from telescope.trainer.packing import untrained_sample
 from telescope.verify.checks import (
     Check,
     Report,
     check_corrupted_tensor,
     check_weights,
     compare_logprobs,
+    packed,
     tensor_to_corrupt,
 )
 from telescope.weights.plan import TensorMeta
@@ -36,6 +38,16 @@ def logprobs(difference: float, *, outlier: float = 0.0, num_tokens: int = 1000)
     other_N = one_N + difference
     other_N[0] += outlier
     return one_N, other_N
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [((9, 9, 8), 10), ((6, 2, 2, 2), 8)])
+def test_the_other_packing_has_no_longer_rows_than_the_run(lengths: tuple[int, ...], longest: int) -> None:
+    components: Any = SimpleNamespace(
+        config=SimpleNamespace(seq_len=10, pad_to_multiple_of=1), trainer=SimpleNamespace(data_size=1, packs=True)
+    )
+    samples = [untrained_sample(str(i), np.arange(length)) for i, length in enumerate(lengths)]
+    ((batch,),) = (step.minibatches for step in packed(components, samples, otherwise=True))
+    assert max(len(row.token_ids_T) for row in batch.micro_batches) <= longest
 
 
 @pytest.mark.parametrize(
