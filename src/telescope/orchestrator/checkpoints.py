@@ -33,6 +33,7 @@ from telescope.config.messages import show
 from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import PROGRESS_SECONDS
 from telescope.record.files import read_json, replace_json, sync
 from telescope.utils.digests import damage, digests_of, files_below
 from telescope.utils.text import pluralize, single_line
@@ -47,7 +48,6 @@ META = "meta.json"
 STATE = "orchestrator_state.json"
 HF_META = "hf_meta"
 PARTIAL = ".partial-"  # name prefix of an incomplete checkpoint, which the next start removes
-PROGRESS_SECONDS = 5.0  # interval at which a wait for the disk resets the watchdog
 SLOW_SECONDS = 5.0  # a longer wait for the disk is reported
 LAYOUT_VERSION = 1  # Version of the files of a checkpoint. Raise it when an older Telescope could not read them.
 

@@ -34,6 +34,7 @@ from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import with_progress
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -255,10 +256,10 @@ class _EvalRun:
         for target in job.targets:
             version, samples.model = job.version_of(target), target.identity()
             if servers.clients and target is not first:
-                previous, folder = folder, await self._folder_of(target)
+                previous, folder = folder, await with_progress(status, self._folder_of(target))
                 status.phase = f"loading {target.description}"
                 weights.folder, weights.version = folder, version
-                await servers.update(servers.up, version)
+                await with_progress(status, servers.update(servers.up, version))
                 if previous.parent == self._scratch and str(previous) != components.config.model:
                     shutil.rmtree(previous)  # a restarted server begins with the first model
             self._results.append(TargetResult(target, version, await evaluation.run_all(version)))

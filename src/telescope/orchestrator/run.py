@@ -27,6 +27,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
+from telescope.orchestrator.supervision import with_progress
 from telescope.orchestrator.training import Training
 from telescope.record.code_snapshot import keep_code
 from telescope.record.files import RunFiles
@@ -127,7 +128,7 @@ class _TrainingRun:
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
-            self._model_dir = await self._save_model(components)
+            self._model_dir = await with_progress(status, self._save_model(components))
         if evaluation.plans and not interrupt.requested:
             after = evaluation.run_all(status.version) if config.eval_after_training else evaluation.finish()
             await interrupt.run_until_first(after)
@@ -153,10 +154,10 @@ class _TrainingRun:
             results=list(self._resumed.state.evals) if self._resumed else [],
         )  # fmt: skip
         status.phase = "verifying the weights of the servers"
-        await components.weights.verify_initial()
+        await with_progress(status, components.weights.verify_initial())
         if self._resumed is not None:
             start = self._resumed.state
-            await self._load_checkpoint(components, evaluation, self._resumed)
+            await with_progress(status, self._load_checkpoint(components, evaluation, self._resumed))
             record = Run(directory.path)
             done = record.values("evals", "number", version=start.step, status="finished", source="live")
             await evaluation.start_due(start.step, done)

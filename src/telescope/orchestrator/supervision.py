@@ -19,13 +19,17 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from telescope.errors import DeadlineExceeded
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.utils.process import thread_stacks
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PROGRESS_SECONDS = 5.0  # interval at which work with its own deadlines resets the watchdog
 
 
 class Supervisor:
@@ -109,6 +113,19 @@ async def watchdog(
             f"(watchdog_seconds = {timeout_seconds:g}). Last known state: {parts}. "
             "The stacks of all processes are in the run's logs."
         )
+
+
+async def with_progress(status: RunStatus, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, which has its own deadlines or a thread that works, and resets the watchdog meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
+            status.progressed()
+        return task.result()
+    finally:
+        status.progressed()
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def driver_stacks() -> str:

@@ -6,17 +6,16 @@ Lost trainer ranks are restarted. After any other error, or a stop signal, a che
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
 from telescope.errors import RankLost, RunError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import Staleness
-from telescope.orchestrator.checkpoints import PROGRESS_SECONDS, Checkpointer, CheckpointFolder, refuse_damage
+from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder, refuse_damage
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator
@@ -25,7 +24,7 @@ from telescope.orchestrator.run_components import RunComponents, load_trainer
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Interrupt, Supervisor
+from telescope.orchestrator.supervision import Interrupt, Supervisor, with_progress
 from telescope.record.alerts import REPORTED
 from telescope.utils.text import pluralize
 
@@ -200,7 +199,7 @@ class TrainerRestarts:
         logger.warning("%s", lost, extra=REPORTED)  # the alert follows when the ranks are back
         last_step = status.step
         status.phase = "restarting the trainer: a rank was lost"
-        state = await self._with_progress(self._reload(orchestrator, checkpointer))
+        state = await with_progress(status, self._reload(orchestrator, checkpointer))
         kept = len(state.groups)
         news = (
             f"{str(lost).partition(' during:')[0]}; {pluralize(last_step - state.step, 'step')} lost, continuing after "
@@ -232,16 +231,6 @@ class TrainerRestarts:
             Staleness(config.max_off_policy_steps),
             synchronous=config.max_async_rollout == 0,
         )
-
-    async def _with_progress(self, work: Coroutine[Any, Any, RunState]) -> RunState:
-        """Awaits `work`, whose steps have deadlines, and resets the watchdog meanwhile."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait([task], timeout=PROGRESS_SECONDS))[0]:
-                self.status.progressed()
-            return task.result()
-        finally:
-            task.cancel()
 
     def _refusal(self, lost: RankLost) -> RankLost:
         """Returns the error that ends the run, with the fix."""

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from telescope.errors import DeadlineExceeded
+from telescope.orchestrator import supervision
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier, Supervisor, watchdog
 
@@ -66,6 +67,24 @@ async def test_the_watchdog_reports_what_each_component_waited_for() -> None:
 
     with pytest.raises(DeadlineExceeded, match="trainer: waiting for a batch"):
         await asyncio.wait_for(watchdog(status, 0.05, no_stacks, poll_seconds=0.01), 5)
+
+
+async def test_the_watchdog_does_not_end_work_with_its_own_deadline(monkeypatch) -> None:
+    """A large model may take longer to load or to save than the longest answer."""
+    monkeypatch.setattr(supervision, "PROGRESS_SECONDS", 0.01)
+    status, supervisor = RunStatus("run", 10), Supervisor()
+
+    async def no_stacks() -> dict[str, str]:
+        return {}
+
+    async def save() -> str:
+        await asyncio.sleep(0.5)
+        return "saved"
+
+    supervisor.spawn(watchdog(status, 0.2, no_stacks, poll_seconds=0.01), "watchdog")
+    assert await supervisor.run_until(supervision.with_progress(status, save())) == "saved"
+    with pytest.raises(ZeroDivisionError):
+        await supervision.with_progress(status, fail("a bug"))
 
 
 async def test_a_waiter_sees_every_change_and_its_wait_has_a_name() -> None:
