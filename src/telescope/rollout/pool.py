@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from telescope.environments.types import ROLLOUT_ERROR, EnvironmentInfo, PreparedPrompt
-from telescope.errors import InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.exchange import TRAINING, GroupTask, LaneState, Orders, Report, RunningSample, WorkerLost
 from telescope.rollout.request_slots import share_slots_by_weight
 from telescope.rollout.sample import RolloutSettings, RolloutTask
@@ -25,8 +25,8 @@ from telescope.rollout.sample_rows import assign_rows
 from telescope.rollout.trajectory import Trajectory
 
 MAX_LOST_WORKERS = 3
-"""Lost workers after which the group that they ran counts as the cause. A group that may be the cause at
-its next loss runs while no other such group does, so that only one group is blamed."""
+"""Lost workers after which the group that they ran, or the prompt that they rendered, counts as the cause. A group that
+may be the cause at its next loss runs while no other such group does, so that only one group is blamed."""
 
 R = TypeVar("R")
 
@@ -97,6 +97,8 @@ class _Prompt:
     item: int
     rendered: asyncio.Future[PreparedPrompt]
     worker: _Worker | None = None
+    num_lost: int = 0
+    """Workers that were lost while they rendered it."""
 
 
 class RolloutPool:
@@ -260,11 +262,10 @@ class RolloutPool:
     def _lose(self, worker: _Worker, error: Exception) -> None:
         """Gives the prompts and groups of a lost worker to others. Its ended samples have arrived already."""
         unsent = {task.key for task in worker.orders.groups}
+        waiting = {number for number, *_ in worker.orders.prompts}
         worker.orders, worker.is_open = Orders(), False
         worker.lanes, worker.num_ordered = {}, Counter()
-        for number, prompt in self._prompts.items():
-            if prompt.worker is worker and not prompt.rendered.done():
-                self._assign_prompt(number, prompt)
+        self._lose_prompts(worker, waiting, error)
         for group in [group for group in self._groups.values() if group.worker is worker]:
             tasks = {index: group.task.samples[index] for index in group.samples}
             if group.task.key not in unsent:
@@ -283,6 +284,22 @@ class RolloutPool:
                 group.worker = None
                 self._assign_suspect()
         self.on_change()
+
+    def _lose_prompts(self, worker: _Worker, unsent: Collection[int], error: Exception) -> None:
+        """Gives the prompts of a lost worker to others, unless one has ended too many.
+
+        A worker renders one prompt after the other, so only the first can be the cause.
+        """
+        left = {n: each for n, each in self._prompts.items() if each.worker is worker and not each.rendered.done()}
+        for first in [prompt for number, prompt in left.items() if number not in unsent][:1]:
+            first.num_lost += 1
+        for number, prompt in left.items():
+            if prompt.num_lost < MAX_LOST_WORKERS:
+                self._assign_prompt(number, prompt)
+                continue
+            what = f"{prompt.num_lost} rollout workers ended while they rendered the prompt; the last one: {error}"
+            failure = EnvironmentFailure(f"environment {prompt.key!r}, item {prompt.item}: {what}")
+            _settle(prompt.rendered, failure)
 
     def _assign_suspect(self) -> None:
         """Assigns the first suspect group, if it waits."""

@@ -99,6 +99,46 @@ def test_a_prompt_whose_caller_was_cancelled_ends_nobody_elses() -> None:
     run_simulated(scenario())
 
 
+def test_a_prompt_that_ends_three_workers_fails_alone() -> None:
+    class Fragile:
+        """Renders a prompt a second, one after the other. Item 3 ends it."""
+
+        num_lost = 0
+
+        def __init__(self) -> None:
+            self.left: list[tuple[int, str, int]] = []
+
+        async def exchange(self, orders: Orders, *, seconds: float | None = None, interval: float = 0.0) -> Report:
+            self.left += orders.prompts
+            if not orders.is_empty:
+                return Report()
+            await asyncio.sleep(1)
+            if self.left and self.left[0][2] == 3:
+                Fragile.num_lost += 1
+                raise WorkerLost("killed by SIGSEGV")
+            rendered, self.left = self.left[:1], self.left[1:]
+            return Report(prompts=[(number, EnvironmentFailure(f"rendered {item}")) for number, _, item in rendered])
+
+        async def restart(self) -> None:
+            self.left = []
+            await asyncio.sleep(1)
+
+    async def scenario() -> None:
+        pool = RolloutPool([Fragile(), Fragile()])
+        calls = [pool.prepare("e", item) for item in range(8)]
+        async with asyncio.timeout(100):
+            found = [str(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
+        assert found.pop(3) == (
+            "environment 'e', item 3: 3 rollout workers ended while they rendered the prompt; the last one: killed by "
+            "SIGSEGV"
+        )
+        assert found == [f"rendered {item}" for item in range(8) if item != 3]
+        assert Fragile.num_lost == 3
+        await pool.close()
+
+    run_simulated(scenario())
+
+
 def test_a_group_whose_lane_ends_before_it_begins_is_cancelled() -> None:
     async def scenario() -> None:
         worker = RolloutWorker(FakeEnvironments(), [FakeEngine()])
