@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,13 +47,13 @@ PLAUSIBLE_SECONDS = 600.0
 OWN = "driver.log"
 """The driver's log file. The table already contains its lines."""
 
-_PREFIX = re.compile(r"\([\w-]+ pid=(\d+)\) ")
+_PREFIX = re.compile(r"\([\w-]+ pid=(\d{1,9})\) ")
 """Prefix that vLLM adds to each line of its processes."""
 
 _HEADERS = (
     # Telescope, see `logging._FORMAT`.
     re.compile(
-        r"(?P<utc>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>[A-Z]+) +(?P<process>\d+) (?P<place>\S+:\d+) ?"
+        r"(?P<utc>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (?P<level>[A-Z]+) +(?P<process>\d{1,9}) (?P<place>\S+:\d+) ?"
         r"(?P<message>.*)"
     ),
     # vLLM.
@@ -147,11 +148,12 @@ class LogParser:
 def _started(values: dict[str, str | None], process: int | None, now: float) -> _Entry:
     """Returns a new entry for a line with a header."""
     at = now
-    if utc := values.get("utc"):
-        at = datetime.fromisoformat(utc).replace(tzinfo=UTC).timestamp()
-    elif local := values.get("local"):
-        year = datetime.fromtimestamp(now).year
-        at = datetime.strptime(f"{year}-{local}", "%Y-%m-%d %H:%M:%S").timestamp()
+    with suppress(ValueError):  # the output of any program may look like a header, with the day before the month
+        if utc := values.get("utc"):
+            at = datetime.fromisoformat(utc).replace(tzinfo=UTC).timestamp()
+        elif local := values.get("local"):
+            year = datetime.fromtimestamp(now).year
+            at = datetime.strptime(f"{year}-{local}", "%Y-%m-%d %H:%M:%S").timestamp()
     if abs(at - now) > PLAUSIBLE_SECONDS:
         at = now
     level = values.get("level") or _LETTERS[values.get("letter") or "I"]
@@ -181,7 +183,7 @@ class LogFiles:
         self._write = write
         self._files = {path: _File(path, path.stat().st_size) for path in self._paths()}
         self._closing = threading.Event()
-        self._has_warned = False
+        self._unreadable: set[Path] = set()
         self._thread = threading.Thread(target=self._run, name="telescope-log-files", daemon=True)
 
     def __enter__(self) -> LogFiles:
@@ -196,11 +198,14 @@ class LogFiles:
         """Reads new lines. With `last`, also writes entries that may be incomplete."""
         for path in self._paths():
             file = self._files.setdefault(path, _File(path, 0))
-            for row in self._new_entries(file, now, last):
-                self._write("logs", {"component": path.stem, "source": path.name, **row})
+            try:
+                for row in self._new_entries(file, now, last):
+                    self._write("logs", {"component": path.stem, "source": path.name, **row})
+            except OSError as error:
+                self._warn_once(path, error)
 
     def _paths(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("*.log") if path.name != OWN)
+        return sorted(path for path in self._folder.glob("*.log") if path.name != OWN and path.is_file())
 
     def _run(self) -> None:
         while True:
@@ -208,11 +213,14 @@ class LogFiles:
             try:
                 self.poll(time.time(), last=closing)
             except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning("The log files in %s cannot be read: %s", self._folder, error)
+                self._warn_once(self._folder, error)
             if closing:
                 return
+
+    def _warn_once(self, path: Path, error: OSError) -> None:
+        if path not in self._unreadable:
+            self._unreadable.add(path)
+            logger.warning("The log lines in %s cannot be read: %s", path, error)
 
     def _new_entries(self, file: _File, now: float, last: bool) -> Iterator[dict[str, Any]]:
         size = file.path.stat().st_size

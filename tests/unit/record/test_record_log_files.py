@@ -142,3 +142,40 @@ def test_the_last_poll_reads_to_the_end_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "logs" / "trainer-0.log").write_text(f"{line}\n" * 100 + "MemoryError: the last line\n")
     files.poll(NOW, last=True)
     assert len(rows) == 101 and rows[-1]["message"] == "MemoryError: the last line"
+
+
+@pytest.mark.parametrize("header", ["INFO 29-11 20:22:13 [a.py:1]", "2026-02-30T20:22:13.000Z INFO    17 a:1"])
+def test_a_line_with_an_impossible_date_has_the_time_at_which_it_was_read(header: str) -> None:
+    (row,) = parsed(f"{header} hello")
+    assert (row["message"], row["time"]) == ("hello", NOW)
+
+
+def test_a_number_that_is_too_long_for_a_process_id_is_text() -> None:
+    (row,) = parsed(f"(Worker pid={'1' * 5000}) hello")
+    assert (row["process"], row["message"][-5:]) == (None, "hello")
+
+
+def test_a_log_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a.log").symlink_to("gone")
+    (folder / "b.log").mkdir()
+    rows: list[dict[str, Any]] = []
+    files = LogFiles(tmp_path, lambda _, row: rows.append(row))
+    (folder / "c.log").write_text("first\n")
+    (folder / "d.log").write_text("second\n")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        if path.name == "c.log":
+            raise PermissionError("no")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for _ in range(2):
+        files.poll(NOW, last=True)
+    assert [row["message"] for row in rows] == ["second"]
+    assert len(caplog.messages) == 1
+    assert "c.log" in caplog.text
