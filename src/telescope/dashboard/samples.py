@@ -47,6 +47,8 @@ FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
 MOST_VALUES = 12
 """Distinct rewards up to which a facet lists them one by one instead of as ranges."""
 NUM_RANGES = 5
+FACET_DIGITS = 6
+"""Significant digits of a reward in a facet."""
 MOST_TAGS = 6
 """Number of tags that are facets. Filters work with every tag."""
 
@@ -304,7 +306,7 @@ def _condition(name: str, values: Sequence[str]) -> str:
     each = []
     for value in values:
         bounds = _RANGE.match(value)
-        low, high = (_number(bounds[1]), _number(bounds[2])) if bounds else (_number(value), _number(value))
+        low, high = (_number(bounds[1]), _number(bounds[2])) if bounds else _shown_as(value)
         each.append(f"({name} >= {low!r} AND {name} <= {high!r})")
     return f"({' OR '.join(each)})"
 
@@ -333,8 +335,18 @@ def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[
             inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
             ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
         return ranges
-    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in every]
-    return [{"value": text, "count": counted.get(value, 0)} for text, value in zip(shown, every, strict=True)]
+    counts: dict[str, int] = {}
+    for value in every:
+        text = f"{value:.{FACET_DIGITS}g}" if isinstance(value, float) else str(value)
+        counts[text] = counts.get(text, 0) + counted.get(value, 0)
+    return [{"value": text, "count": count} for text, count in counts.items()]
+
+
+def _shown_as(text: str) -> tuple[float, float]:
+    """Returns the range of the numbers that a facet shows as this text. Raises `UserError`."""
+    number = _number(text)
+    half = 0.5 * 10.0 ** (math.floor(math.log10(abs(number))) + 1 - FACET_DIGITS) if number else 0.0
+    return number - half, number + half
 
 
 def _edges(low: float, high: float) -> list[float]:

@@ -313,3 +313,14 @@ def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
     assert found["total"] == 17 and all(row["completion"] for row in found["rows"])
     counts = [one["count"] for one in found["facets"]["reward"]]
     assert sum(counts) >= 17 - (not math.isfinite(odd)), "a value on an edge is in two ranges"
+
+
+def test_a_chosen_reward_selects_the_samples_that_its_facet_counts(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for place, reward in enumerate([0.0, 1 / 3, 2 / 3, 1 / 3, 0.3, 0.1 + 0.2, -1e-9, 123456.789]):
+            recorder.write("samples", {**sample_rows(0)[0], "sample_id": str(place), "reward": reward})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    counts = {one["value"]: one["count"] for one in client.get("/api/runs/run/samples").json()["facets"]["reward"]}
+    assert counts == {"-1e-09": 1, "0": 1, "0.3": 2, "0.333333": 2, "0.666667": 1, "123457": 1}
+    found = {text: client.get(f"/api/runs/run/samples?reward={text}").json()["total"] for text in counts}
+    assert found == counts
