@@ -18,7 +18,12 @@ def test_a_note_is_written_by_keys_and_stays(visitor: Visit):
     page = visitor.open("first/overview", {"step": 4})
     page.keyboard.press("n")
     page.keyboard.type("Watch the entropy.")
-    page.keyboard.press("Control+Enter")
+    page.get_by_role("textbox", name="at step").fill("4a")
+    text = page.get_by_role("textbox", name="Note")
+    text.press("Control+Enter")
+    expect(text).to_be_visible()  # no step: not about the whole run
+    page.get_by_role("textbox", name="at step").fill("4")
+    text.press("Control+Enter")
     expect(page.get_by_role("complementary")).to_contain_text("step 4")
     visitor.settle()
     again = visitor.open("first/metrics")

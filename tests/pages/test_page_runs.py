@@ -155,3 +155,13 @@ def test_the_start_of_runs_is_a_date_on_an_axis(visitor: Visit):
     plot = page.get_by_role("group", name="by started")
     expect(plot.locator("text").filter(has_text=re.compile(r"\d\d:\d\d$")).first).to_be_visible()
     expect(plot.locator("text").filter(has_text=re.compile(r"^\d{6}"))).to_have_count(0)
+
+
+def test_the_last_setting_of_the_parallel_plot_can_be_taken_away(visitor: Visit):
+    page = visitor.open("", {"view": "parallel", "axes": "config.learning_rate"})
+    plot = page.get_by_role("group", name="Settings against")
+    expect(plot.locator("text.title")).to_have_count(2)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Take config.learning_rate away").click()
+    page.keyboard.press("Escape")
+    expect(plot.locator("text.title")).to_have_count(1)

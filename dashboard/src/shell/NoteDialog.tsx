@@ -59,7 +59,7 @@ function Form({ run, note, close }: { run: string; note: Note | null; close: () 
         aria-label="Note"
         value={text}
         onChange={(event) => setText(event.target.value)}
-        onKeyDown={(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && text.trim() && save(text)}
+        onKeyDown={(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.currentTarget.form!.requestSubmit()}
       />
       <div>
         <label>

@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { useDocument } from "./documents";
-import { decode } from "./url";
+import { decode, formatList, parseList } from "./url";
 
 export interface Section {
   title: string;
@@ -121,7 +121,7 @@ export function useLayouts() {
 
 /** Returns sections as one text for the address: `Learning:reward/total/mean,entropy;Time:timing_step_total`. No section is `;`. */
 export const formatSections = (sections: Section[]): string =>
-  sections.map((section) => [encodeURIComponent(section.title), section.metrics.map(encodeURIComponent).join(",")].join(":")).join(";") || ";";
+  sections.map((section) => [encodeURIComponent(section.title), formatList(section.metrics)].join(":")).join(";") || ";";
 
 export function parseSections(text: string): Section[] {
   return text
@@ -129,7 +129,7 @@ export function parseSections(text: string): Section[] {
     .filter(Boolean)
     .map((part) => {
       const [title = "", metrics = ""] = part.split(":");
-      return { title: decode(title), metrics: metrics.split(",").filter(Boolean).map(decode) };
+      return { title: decode(title), metrics: parseList(metrics) };
     });
 }
 

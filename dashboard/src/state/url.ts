@@ -34,6 +34,11 @@ export function decode(part: string): string {
   }
 }
 
+/** Returns the parts of a list in the address; a part may have commas. */
+export const parseList = (text: string | undefined): string[] => (text ?? "").split(",").filter(Boolean).map(decode);
+
+export const formatList = (parts: string[]): string => parts.map(encodeURIComponent).join(",");
+
 export function format(place: Place): string {
   const path = place.run === null ? "#/" : `#/${encodeURIComponent(place.run)}/${place.page}`;
   const query = new URLSearchParams(Object.entries(place.params).filter(([, value]) => value !== "")).toString();
@@ -134,10 +139,9 @@ export const MOST_RUNS = 100;
 
 /** Returns the runs that are drawn over the one of a place. */
 export function othersOf({ run, params }: Place): string[] {
-  const named = (params.with ?? "").split(",").filter(Boolean).map(decode);
-  return [...new Set(named)].filter((id) => id !== run).slice(0, MOST_RUNS - 1);
+  return [...new Set(parseList(params.with))].filter((id) => id !== run).slice(0, MOST_RUNS - 1);
 }
 
 export const useOthers = (): string[] => othersOf(usePlace());
 
-export const setOthers = (runs: string[]): void => setParams({ with: runs.map(encodeURIComponent).join(",") });
+export const setOthers = (runs: string[]): void => setParams({ with: formatList(runs) });

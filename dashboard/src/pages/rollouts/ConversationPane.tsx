@@ -205,7 +205,7 @@ function Line({ message, turn, tokens = turn?.num_tokens || undefined, reply, fo
         {call?.sandbox && <small className="m" title="The sandbox that it used">sandbox <Plain text={call.sandbox} /></small>}
         {call?.error != null && <small className="w">failed</small>}
         {reply?.num_tokens != null && <small>result {count(reply.num_tokens)} tokens</small>}
-        {[turn?.divergence, reply?.divergence].map((divergence) => divergence && <small key={divergence} className="w" title="How this join differs from the chat template, or why a conversation begins or branches">{divergence.replaceAll("_", " ")}</small>)}
+        {[turn?.divergence, reply?.divergence].map((divergence, i) => divergence && <small key={i} className="w" title="How this join differs from the chat template, or why a conversation begins or branches">{divergence.replaceAll("_", " ")}</small>)}
       </span>
       <div>{folded ? <p className="fold cut"><Plain text={message.text.slice(0, FOLDED_CHARS)} /></p> : children}</div>
     </div>

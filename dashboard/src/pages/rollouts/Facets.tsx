@@ -3,8 +3,8 @@
 import { useId, useRef, useState } from "react";
 import { address } from "../../api";
 import { count } from "../../format";
-import { setParams, usePlace, useRange } from "../../state/url";
-import { FACETS, formatList, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseList, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
+import { formatList, parseList, setParams, usePlace, useRange } from "../../state/url";
+import { FACETS, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
 import type { Facets as Counts } from "./types";
 import { visible } from "../../text/hostile";
 

@@ -1,6 +1,7 @@
 import { expect, test } from "vitest";
 import { address } from "../../api";
-import { formatList, formatRange, noFilters, numChosen, parseList, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
+import { formatList, parseList } from "../../state/url";
+import { formatRange, noFilters, numChosen, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
 
 test("a list survives the address, with commas and percent signs in its parts", () => {
   const parts = ["level=a,b", "share=50 %"];

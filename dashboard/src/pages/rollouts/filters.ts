@@ -1,7 +1,7 @@
 /** Which samples the list of all steps shows: from the address to the parameters of the API. */
 
 import type { Query } from "../../api";
-import type { Range as StepRange } from "../../state/url";
+import { parseList, type Range as StepRange } from "../../state/url";
 
 /** Facets that the server filters by: the parameter of the address has its name. */
 export const FACETS: [name: string, title: string][] = [
@@ -32,18 +32,6 @@ export interface NumberRange {
   low: string;
   high: string;
 }
-
-/** Returns the parts of a list in the address; a part may have commas. */
-export const parseList = (text: string | undefined): string[] =>
-  (text ?? "").split(",").flatMap((part) => {
-    try {
-      return part ? [decodeURIComponent(part)] : [];
-    } catch {
-      return [part];
-    }
-  });
-
-export const formatList = (parts: string[]): string => parts.map(encodeURIComponent).join(",");
 
 /** Returns the list with a part added, or without it where it was. */
 export const toggled = (parts: string[], part: string): string[] => (parts.includes(part) ? parts.filter((other) => other !== part) : [...parts, part]);

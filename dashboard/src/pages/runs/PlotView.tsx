@@ -2,7 +2,7 @@
 
 import { useMemo, useState } from "react";
 import { Chooser, type Option } from "../../shell/Chooser";
-import { decode, setParams, useParam, usePlace } from "../../state/url";
+import { formatList, parseList, setParams, useParam, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
 import type { Field, RunRow } from "../../types";
 import { type Column, columnOptions, columnsOf, differingSettings } from "./columns";
@@ -30,7 +30,7 @@ export function usePlotFields(fields: Field[]): string[] {
     const main = fields.some((field) => field.name.startsWith("eval.")) ? "heldout" : "reward";
     if (view === "scatter") return [x ?? differing[0] ?? "steps", y ?? main];
     const last = outcome ?? main;
-    if (view === "parallel") return [...(axes === undefined ? differing.slice(0, FIRST_AXES) : axes.split(",").filter(Boolean).map(decode)).filter((id) => id !== last), last];
+    if (view === "parallel") return [...(axes === undefined ? differing.slice(0, FIRST_AXES) : parseList(axes)).filter((id) => id !== last), last];
     return [];
   }, [fields, view, x, y, axes, outcome]);
 }
@@ -83,7 +83,7 @@ export function PlotView({ runs, fields, tagColumn, colorOf, hrefOf }: PlotViewP
       <FieldSelect label="outcome" id={ids.at(-1)!} options={offered} choose={(id) => setParams({ outcome: id })} />
     </>
   );
-  const choose = (chosen: string[] | null) => setParams({ axes: chosen && chosen.map(encodeURIComponent).join(",") });
+  const choose = (chosen: string[] | null) => setParams({ axes: chosen && (formatList(chosen) || ",") }); // an empty parameter is none
   return (
     <>
       <Parallel {...{ runs, columns, choices, hrefOf }} />

@@ -17,7 +17,7 @@ import { useTags } from "../../state/tags";
 import { useTick } from "../../state/timing";
 import { useRunColors } from "../../state/colors";
 import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type Sortable } from "../../state/groups";
-import { decode, elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
+import { elsewhere, format, formatList, go, MOST_RUNS, parseList, setParams, useParam, usePlace, useSearchText } from "../../state/url";
 import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
 import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, fromBaseline, runsCsv, serverFields, shown } from "./columns";
 import { fieldName, matches, parseFilter, renameField, toggleTerm, unknownFields, valueOf } from "./filter";
@@ -82,8 +82,8 @@ function useColumns(): { ids: string[]; choose: (ids: string[] | null) => void }
 /** Returns a list that the address holds, and how to replace it. */
 function useListParam(name: string): [string[], (list: string[]) => void] {
   const [text, set] = useParam(name);
-  const list = useMemo(() => text.split(",").filter(Boolean).map(decode), [text]);
-  return [list, (next) => set(next.map(encodeURIComponent).join(","))];
+  const list = useMemo(() => parseList(text), [text]);
+  return [list, (next) => set(formatList(next))];
 }
 
 function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: string[]; known: Field[]; lost: boolean; openProjects: () => void }) {
@@ -127,7 +127,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
   const leave = (page: string) => {
     const [first, ...rest] = picked.slice(0, MOST_RUNS);
     const others = page === "metrics" && baseline && !picked.includes(baseline.id) ? [...rest, baseline.id] : rest;
-    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: others.map(encodeURIComponent).join(","), group: page === "metrics" ? grouping : "", baseline: page === "metrics" ? (baseline?.id ?? "") : "" }));
+    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: formatList(others), group: page === "metrics" ? grouping : "", baseline: page === "metrics" ? (baseline?.id ?? "") : "" }));
   };
   const chosenRuns = all.filter((run) => picked.includes(run.id));
   const [single] = chosenRuns.length === 1 ? chosenRuns : [];
