@@ -118,8 +118,8 @@ class _RecordHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = self.format(record)
-        except (TypeError, ValueError):
-            self.handleError(record)  # A wrong format string: logging prints its place.
+        except Exception:  # whatever a wrong format string or the text of an argument raises
+            self.handleError(record)  # logging prints its place
             return
         place = f"{record.name}:{record.lineno}"
         self._recorder.write(

@@ -48,6 +48,21 @@ def test_a_line_is_in_the_file_and_in_the_table(tmp_path, installed):
     assert rows[0]["place"].startswith("telescope.test:")
 
 
+def test_a_line_that_cannot_be_formatted_does_not_raise(tmp_path, installed, monkeypatch, capsys):
+    class Odd:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's, which raises
+    with Recorder(tmp_path) as recorder:
+        setup_logging(tmp_path, "driver", recorder, console=False)
+        logger.warning("%(missing)s", {"other": 1})
+        logger.warning("%s", Odd())
+        logger.warning("the next")
+    assert [row["message"] for row in Run(tmp_path).table("logs").to_pylist()] == ["the next"]
+    assert "no text" in capsys.readouterr().err
+
+
 def test_only_warnings_go_to_the_terminal(tmp_path, installed, capsys):
     setup_logging(tmp_path, "driver", None)
     logger.info("quiet")
