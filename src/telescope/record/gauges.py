@@ -67,7 +67,8 @@ class Thinning:
         for reading in readings:
             series = (reading.name, reading.labels, reading.gpu)
             last = self._kept.get(series)
-            if last is not None and last.value == reading.value and reading.time - last.time < REPEAT_SECONDS:
+            # The clock may have been set back.
+            if last is not None and last.value == reading.value and abs(reading.time - last.time) < REPEAT_SECONDS:
                 self._left_out[series] = reading
                 continue
             before = self._left_out.pop(series, None)

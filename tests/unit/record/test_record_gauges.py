@@ -41,6 +41,12 @@ def test_a_constant_number_is_repeated_at_intervals():
     assert times == list(range(0, 100, int(REPEAT_SECONDS)))
 
 
+def test_a_clock_that_is_set_back_hides_no_constant_number():
+    thin = Thinning()
+    assert len(thin([Reading(5000.0, "n", 1.0)])) == 1
+    assert [reading.time for reading in thin([Reading(float(at), "n", 1.0) for at in range(15)])] == [0.0, 10.0]
+
+
 def test_numbers_of_one_name_differ_by_label_and_gpu():
     thin = Thinning()
     rows = [Reading(0, "n", 1.0), Reading(0, "n", 1.0, (("le", "1"),)), Reading(0, "n", 1.0, gpu=0)]
