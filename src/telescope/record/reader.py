@@ -444,8 +444,14 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _signature(path: Path) -> tuple[int, int] | None:
-    """Returns a file's time and size, which change when it is completed or its permissions change. None if missing."""
+    """Returns a file's time and size, which change when it is completed or its permissions change. None if missing.
+
+    Missing rows are named by a path that ends in the first of them. Their signature changes when a file has that row.
+    """
     try:
+        if path.name.isdecimal():
+            row = int(path.name)
+            return (row, 0) if any(file.first <= row for file in list_files(path.parent, row).files) else None
         state = path.stat()
     except OSError:
         return None

@@ -159,6 +159,19 @@ def test_a_file_that_is_completed_while_the_run_is_copied_is_shown(tmp_path, mon
         assert len(client.get("/api/runs/run/steps").json()["step"]) > 0
 
 
+def test_a_file_that_arrives_after_later_ones_while_the_run_is_copied_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 0.0)
+    write_blocks(tmp_path / "run", 3)
+    late = list(Run(tmp_path / "run").table_files("samples"))[1].path
+    late.rename(tmp_path / "late")
+    client = client_of(tmp_path)
+    assert client.get("/api/runs/run/samples").json()["total"] == 32
+    assert client.get("/api/runs").json()["problems"]
+    (tmp_path / "late").rename(late)
+    assert client.get("/api/runs").json()["problems"] == []
+    assert client.get("/api/runs/run/samples").json()["total"] == 48
+
+
 def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
     write_run(tmp_path / "run", "grpo")
     path = tmp_path / "run" / "run.json"
