@@ -194,6 +194,7 @@ class RunTables:
         """Returns the steps from row `since` on without superseded steps, as next cursor, columns and metrics."""
         with self._locks["steps as columns"]:
             self.visible()
+            self.refresh("step_stats")
             self._steps.read(self)
             return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
@@ -250,6 +251,8 @@ class RunTables:
             database.execute(f"DROP TABLE {name}")
             del cursors[name]
             cursor = None
+            if name in ("steps", "step_stats"):
+                self._steps = StepColumns()
         sources, *derived = DERIVED.get(name, (set(),))
         long = LONG_COLUMNS.get(name, set())
         needed = [column for column in TABLES[name].column_names if column in sources or column not in long]

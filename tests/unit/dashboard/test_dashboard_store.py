@@ -172,6 +172,18 @@ def test_a_file_that_arrives_after_later_ones_while_the_run_is_copied_is_shown(t
     assert client.get("/api/runs/run/samples").json()["total"] == 48
 
 
+def test_steps_that_a_power_failure_lost_are_not_shown_and_do_not_hide_those_after_them(tmp_path):
+    write_blocks(tmp_path / "run", 3)
+    store = RunStore(Run(tmp_path / "run"))
+    assert store.steps()[1]["step"] == [0, 1, 2]
+    list(store.run.table_files("steps"))[-1].path.unlink()
+    assert store.steps()[1]["step"] == [0, 1]
+    with Recorder(tmp_path / "run", attempt=2) as recorder:
+        for step in (2, 3):
+            write_step(recorder, step)
+    assert store.steps()[1]["step"] == [0, 1, 2, 3]
+
+
 def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
     write_run(tmp_path / "run", "grpo")
     path = tmp_path / "run" / "run.json"
