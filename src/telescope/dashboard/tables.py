@@ -139,7 +139,8 @@ class RunTables:
         with self._lock:
             info = self.run.info
             identity = info.run_id if info else None
-            if identity != self._identity:
+            # `run.json` cannot be read while a full disk makes the run overwrite it in place.
+            if not self.is_open or (identity != self._identity and info is not None):
                 self._reset()
                 self._identity = identity
             database, cursors = self._database, self._cursors

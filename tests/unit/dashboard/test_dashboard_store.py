@@ -184,6 +184,18 @@ def test_steps_that_a_power_failure_lost_are_not_shown_and_do_not_hide_those_aft
     assert store.steps()[1]["step"] == [0, 1, 2, 3]
 
 
+def test_tables_stay_in_memory_while_run_json_is_overwritten(tmp_path):
+    write_run(tmp_path / "run", "grpo")
+    store = RunStore(Run(tmp_path / "run"))
+    num_rows = store.refresh("samples")["samples"]
+    path = store.run.files.run_json
+    content = path.read_text()
+    for text in (content[:20], content):
+        path.write_text(text)
+        store.refresh("steps")
+        assert store.fetch("SELECT count(*) FROM samples") == [(num_rows,)]
+
+
 def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
     write_run(tmp_path / "run", "grpo")
     path = tmp_path / "run" / "run.json"
