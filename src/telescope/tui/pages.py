@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import duckdb
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
@@ -86,7 +87,7 @@ class Page(TabPane):
         async def run() -> None:
             try:
                 found = await asyncio.to_thread(read)
-            except UserError as error:
+            except (UserError, OSError, duckdb.Error) as error:  # the next read may succeed
                 self.app.clear_notifications()
                 self.notify(single_line(str(error)), severity="warning", markup=False)
                 return

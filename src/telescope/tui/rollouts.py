@@ -55,6 +55,7 @@ def parse_filter(text: str) -> Filters:
         if equals and name == "step":
             try:
                 steps = [int(end) if end else None for end in (low, high if dots else low)]
+                Filters(step_min=steps[0], step_max=steps[1])  # a step that fits no column
             except ValueError:
                 raise UserError(
                     f"step={value!r} is neither a step nor a range. Write step=40, step=40..50 or step=40.."

@@ -52,6 +52,26 @@ async def test_a_read_that_ends_after_the_application_shows_nothing(
     assert not shown
 
 
+async def test_a_disk_that_fails_for_a_moment_does_not_end_the_view(
+    replayed: Path, open_view: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("stale file handle")
+
+    async with open_view(replayed) as view:
+        with monkeypatch.context() as patch:
+            patch.setattr(TableSizes, "read", fail)
+            patch.setattr(OverviewPage, "read", fail)
+            view.app.page.refresh_data()
+            view.app.poll()
+            view.app.read_grown()
+            await view.app.workers.wait_for_complete()
+            assert [one.message for one in view.app._notifications] == ["stale file handle"]
+        view.app.page.refresh_data()
+        await view.app.workers.wait_for_complete()
+        assert "countdown: " in view.text("#about")
+
+
 async def test_a_metric_is_chosen_by_words_and_plotted_with_its_newest_value(replayed: Path, open_view: Open) -> None:
     async with open_view(replayed) as view:
         await view.press("2")

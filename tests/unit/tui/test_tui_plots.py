@@ -78,6 +78,8 @@ def test_a_filter_names_columns_and_searches_for_the_rest() -> None:
 def test_a_wrong_step_is_refused() -> None:
     with pytest.raises(UserError, match=r"step='x' .* step=40\.\.50"):
         parse_filter("step=x")
+    with pytest.raises(UserError, match=r"step='9{30}' "):
+        parse_filter(f"step={'9' * 30}")
 
 
 def test_texts_are_cut_and_numbers_are_short() -> None:
