@@ -71,7 +71,9 @@ class RunStore(RunTables):
                 if (cursor := done.get(name, 0)) < end:
                     id_column = "prompt_key" if name == "prompts" else "sample_id"
                     fresh = self._files(name, f"attempt, {id_column} AS id", _matches(name, text), cursor)
+                    # A file that has grown since the last search is scanned as a whole, so its hits come again.
                     hits = pa.concat_tables([hits, fresh.cast(NO_HITS.schema)])
+                    hits = hits.group_by(["attempt", "id"]).aggregate([])
             self._searches[text] = (ends, hits)
             while len(self._searches) > NUM_SEARCHES:
                 self._searches.pop(next(iter(self._searches)))

@@ -73,6 +73,15 @@ def test_a_search_sees_answers_that_came_later(tmp_path):
             assert client.get("/api/runs/run/samples?search=answer_1").json()["total"] == 4 * (step + 1)
 
 
+def test_a_search_of_a_growing_run_keeps_each_hit_once(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        store = RunStore(Run(tmp_path / "run"))
+        for number in range(4):
+            recorder.write("turns", {"sample_id": str(number), "turn": 0, "role": "assistant", "text": "found"})
+            assert recorder.flush()
+            assert sorted(store.search("found")["id"].to_pylist()) == [str(each) for each in range(number + 1)]
+
+
 def test_a_run_that_was_replaced_is_read_from_the_start(tmp_path):
     write_run(tmp_path / "run", "grpo", resumed=True)
     client = client_of(tmp_path)
