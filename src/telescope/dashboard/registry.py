@@ -236,8 +236,10 @@ def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
     if isinstance(recorded.get("values"), dict):
         return recorded["values"], list(recorded.get("user_set") or [])
     try:
-        value = yaml.safe_load(run.files.config.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        value = yaml.safe_load(run.files.config.read_bytes())
+        # As the record has it: the file may be of another program, with dates, sets and names that are numbers.
+        value = json.loads(json.dumps(value, skipkeys=True, default=str))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}, []
     return value if isinstance(value, dict) else {}, []
 

@@ -51,6 +51,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
     summary, config = listing.summary, listing.config
     kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
     rest = ("heldout_before", "heldout_after", "error", "project")
+    environments = listed if isinstance(listed := config.get("environments"), list) else []
     curve, after = listing.heldout, max(listing.heldout, default=0)
     saved = set(checkpoints_of(RunFiles(summary.path))) & curve.keys()
     heldout = {"heldout_before": curve.get(0), "heldout_after": curve[after] if after else None}
@@ -65,9 +66,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         "tags": list(summary.tags),
         "model": config.get("model"),
         "algorithm": config.get("algorithm"),
-        "environments": [
-            entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
-        ],
+        "environments": [str(entry.get("name") or "") for entry in environments if isinstance(entry, dict)],
         "rewards": listing.rewards,
         "experiment": listing.experiment,
         "fields": {},

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import duckdb
+import pytest
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import NUM_GROUPS, write_run, write_step
 
@@ -213,6 +214,17 @@ def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
         answer = client.get("/api/runs").json()
     assert [run["status"] for run in answer["runs"]] == ["unknown"]
     assert "run.json cannot be read" in answer["problems"][0]["problem"]
+
+
+@pytest.mark.parametrize("config", ["1: 2\na: {1: 2, b: 3}\nenvironments: 3\n? [4, 5]\n: 6", "&a [*a]", "[" * 20_000])
+def test_a_config_of_another_program_hides_no_runs(tmp_path, config):
+    write_run(tmp_path / "run", "grpo")
+    (tmp_path / "thesis" / "tables").mkdir(parents=True)
+    (tmp_path / "thesis" / "config.yaml").write_text(config)
+    client = client_of(tmp_path)
+    assert {row["id"] for row in client.get("/api/runs").json()["runs"]} == {"run", "thesis"}
+    for path in ("runs?fields=config.1", "runs/thesis", "fields", "compare?runs=run,thesis"):
+        assert client.get(f"/api/{path}").status_code == 200, path
 
 
 def test_an_empty_run_has_empty_pages(tmp_path):
