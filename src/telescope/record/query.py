@@ -32,7 +32,9 @@ Files = list[tuple[Run, Path]]
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
 
-_TEXTS = re.compile(r"prompt_text|completion_text|(?<!count\()\*|^\s*from|describe|summarize|show", re.IGNORECASE)
+_TEXTS = re.compile(
+    r"prompt_text|completion_text|(?<!count\()\*|(?:^|\()\s*(?:from|table)\b|describe|summarize|show", re.IGNORECASE
+)
 """Matches queries that may need the texts of samples, which are joined from other tables."""
 
 _GLOB = re.compile(r"[*?\[]")

@@ -188,3 +188,13 @@ def test_what_may_not_be_read_does_not_hide_other_runs_and_tables(tmp_path, monk
     assert len(run.unreadable) == 1
     assert "a run is left out" in caplog.text
     assert "table logs cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("query", ["FROM samples", "TABLE samples", "WITH s AS (FROM samples) FROM s"])
+def test_a_query_of_all_columns_has_the_texts_of_samples(tmp_path, query):
+    with Recorder(tmp_path) as recorder:
+        recorder.write("samples", {"sample_id": "a", "prompt_key": "p"})
+        recorder.write("prompts", {"prompt_key": "p", "text": "asked"})
+        recorder.write("turns", {"sample_id": "a", "turn": 0, "role": "assistant", "text": "answered"})
+    (row,) = Run(tmp_path).sql(query).to_dicts()
+    assert (row["prompt_text"], row["completion_text"]) == ("asked", "answered")
