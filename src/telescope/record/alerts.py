@@ -98,7 +98,7 @@ class Alerts:
         while (alert := self._queue.get()) is not None and not self._closed:
             try:
                 self._run_once(alert)
-            except (OSError, ValueError) as error:  # text for a process cannot contain null bytes or lone surrogates
+            except (OSError, ValueError) as error:  # a command cannot contain null bytes
                 self._warn("failed", f"alert_command cannot be started: {error}")
 
     def _run_once(self, alert: Mapping[str, Any]) -> None:
@@ -157,6 +157,6 @@ def _keep(source: int, path: Path) -> None:
 
 
 def _as_text(value: Any) -> str:
-    # The kernel accepts no null bytes and at most 128 KiB in a variable.
+    # The kernel accepts no null bytes and at most 128 KiB in a variable. Texts of models may have lone surrogates.
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text.replace("\0", "")[:10_000]
+    return text.replace("\0", "")[:10_000].encode("utf-8", "replace").decode()

@@ -189,3 +189,10 @@ def has_ended(pid: int) -> bool:
         except (ProcessLookupError, FileNotFoundError):
             return True
     return False
+
+
+def test_the_command_runs_for_a_message_that_is_not_valid_unicode(out: Path, start: Callable[..., Alerts]) -> None:
+    alerts = start(program("print(os.environ['TELESCOPE_ALERT_MESSAGE'], file=out)"))
+    alerts.add({**ROW, "message": "the answer \ud800 failed"})
+    alerts.close()
+    assert out.read_text() == "the answer ? failed\n"
