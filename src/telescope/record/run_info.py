@@ -72,8 +72,24 @@ def read_run_json(run_dir: Path | str) -> RunInfo | None:
 
 def next_attempt(run_dir: Path | str) -> int:
     """Returns the number of the next attempt, 1 in a new directory."""
-    info = read_run_json(run_dir)
+    info = _earlier(run_dir)
     return 1 if info is None else info.attempt + 1
+
+
+def _earlier(run_dir: Path | str) -> RunInfo | None:
+    """Returns the newest attempt, from the tables if `run.json` is damaged, as by a power failure. None in a new run.
+
+    With the number of an earlier attempt, its steps would count besides the new ones.
+    """
+    info = read_run_json(run_dir)
+    if info is not None or not RunFiles(run_dir).table("runs").is_dir():
+        return info
+    from telescope.record.reader import Run  # it imports this module
+
+    run = Run(run_dir)
+    rows = run.table("runs", columns=["run_id", "name", "status", "started_at"]).to_pylist()
+    rows = [row for row in rows if None not in row.values()]
+    return RunInfo(**rows[-1], attempt=max(run.values("attempts", "attempt"), default=1)) if rows else None
 
 
 STATUS_WORDS = {"live": "training", "dead": "stopped unexpectedly"}
@@ -119,7 +135,7 @@ def begin_run(
     before it starts.
     """
     now = time.time() if started_at is None else started_at
-    earlier = read_run_json(recorder.files.run_dir)
+    earlier = _earlier(recorder.files.run_dir)
     info = RunInfo(
         run_id=earlier.run_id if earlier else uuid.uuid4().hex[:12],
         name=name,

@@ -198,3 +198,19 @@ def test_a_query_of_all_columns_has_the_texts_of_samples(tmp_path, query):
         recorder.write("turns", {"sample_id": "a", "turn": 0, "role": "assistant", "text": "answered"})
     (row,) = Run(tmp_path).sql(query).to_dicts()
     assert (row["prompt_text"], row["completion_text"]) == ("asked", "answered")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run_id": "a', None])
+def test_a_run_is_resumed_as_itself_if_its_run_json_is_damaged(tmp_path, content):
+    infos = []
+    for first_step in (1, 3, 2):
+        with Recorder(tmp_path, attempt=next_attempt(tmp_path)) as recorder:
+            start = {"config_hash": "c", "config_json": "{}", "first_step": first_step}
+            infos.append(begin_run(recorder, name="run", **start))
+            for step in range(first_step, first_step + 3):
+                recorder.write("steps", {"step": step})
+        path = recorder.files.run_json
+        path.unlink() if content is None else path.write_bytes(content)
+    assert [info.attempt for info in infos] == [1, 2, 3]
+    assert len({(info.run_id, info.started_at) for info in infos}) == 1
+    assert Run(tmp_path).table("steps")["step"].to_pylist() == [1, 2, 3, 4]
