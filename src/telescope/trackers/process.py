@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +48,8 @@ def main() -> int:
         run = replace(run, last_step=max((row["step"] for row in rows if row["attempt"] < run.attempt), default=-1))
 
     def report(level: str, message: str) -> None:
-        os.write(out, f"{level} {' '.join(message.split())}\n".encode())
+        with suppress(BrokenPipeError):  # the driver was killed, and the trackers still get its last rows
+            os.write(out, f"{level} {' '.join(message.split())}\n".encode(errors="replace"))
 
     ended = threading.Event()
     threads = [threading.Thread(target=_copy, args=(name, run, report, ended), daemon=True) for name in run.trackers]

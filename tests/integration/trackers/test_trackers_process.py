@@ -1,5 +1,6 @@
 """Trackers get copies: none of them can stop or slow a run, and their process ends with the run."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,3 +252,18 @@ def test_the_process_of_a_killed_run_copies_what_is_recorded_and_exits(tmp_path)
         time.sleep(0.05)
     assert not folder.exists() or (folder / "stat").read_text().split()[2] == "Z"
     assert offline_values(tmp_path)[0]["a"] == 1.0
+
+
+def test_a_message_to_a_killed_driver_does_not_end_the_copy(tmp_path):
+    run = TrackedRun(["wandb"], str(tmp_path), "p", "r", resume="allow", wandb_mode="offline", interval=600.0)
+    with recorded(tmp_path) as recorder:
+        recorder.write("evals", {"name": "math500", "status": "finished", "step": 0})  # without its numbers: a warning
+    command = [sys.executable, "-m", "telescope.trackers.process"]
+    first = json.dumps(asdict(replace(run, uploads=["record"]))).encode() + b"\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdin is not None and started.stdout is not None
+        started.stdout.close()
+        started.stdin.write(first)
+        started.stdin.close()
+        assert started.wait(120) == 0
+    assert list(tmp_path.glob("wandb/offline-run-*/files/telescope/files.json"))
