@@ -48,10 +48,10 @@ class TableSizes:
             folder = self._run.files.table(name)
             try:
                 modified = folder.stat().st_mtime_ns
-            except OSError:
+                if self._seen.get(name, (0, 0))[0] != modified:
+                    self._seen[name] = (modified, self._run.num_rows(name))
+            except OSError:  # there is no such table, or a network drive fails and the next poll may succeed
                 continue
-            if self._seen.get(name, (0, 0))[0] != modified:
-                self._seen[name] = (modified, self._run.num_rows(name))
         sizes = {name: rows for name, (_, rows) in self._seen.items()}
         with suppress(OSError):
             # This is a replaced file, not a table, so its time replaces the number of rows.

@@ -79,10 +79,7 @@ class RunApp(App[None]):
     @work
     async def read_grown(self) -> None:
         """Reads the visible page if the run has grown."""
-        try:
-            seen = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
-        except OSError:  # of a network drive; the next poll may succeed
-            return
+        seen = await asyncio.to_thread(lambda: (self._sizes.read(), self.store.run.status))
         if self.is_running and seen != self._seen:
             self._seen = seen
             self.page.refresh_data()

@@ -60,11 +60,10 @@ async def test_a_disk_that_fails_for_a_moment_does_not_end_the_view(
 
     async with open_view(replayed) as view:
         with monkeypatch.context() as patch:
-            patch.setattr(TableSizes, "read", fail)
+            patch.setattr(Run, "num_rows", fail)
             patch.setattr(OverviewPage, "read", fail)
+            assert "steps" not in TableSizes(view.app.store.run).read()
             view.app.page.refresh_data()
-            view.app.poll()
-            view.app.read_grown()
             await view.app.workers.wait_for_complete()
             assert [one.message for one in view.app._notifications] == ["stale file handle"]
         view.app.page.refresh_data()
