@@ -36,7 +36,7 @@ def row_bytes(row: Row) -> int:
         if kind in _COUNTED:
             continue
         if kind is str:
-            total += len(value)
+            total += value.__sizeof__()  # a character takes up to four bytes
         elif kind is dict:
             total += _VALUE_BYTES * len(value) + row_bytes(value)
         elif hasattr(value, "nbytes"):

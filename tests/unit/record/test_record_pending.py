@@ -1,5 +1,8 @@
 """Pending rows stay within their bound, and the least important are dropped first."""
 
+import sys
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,3 +74,9 @@ def test_a_flush_is_split_into_bounded_parts():
     assert len(pending.first("samples", 10, 3, 2**40)) == 3
     assert len(pending.first("samples", 10, 100, 2500)) == 2
     assert len(pending.first("samples", 10, 100, 1)) == 1
+
+
+def test_long_texts_of_any_script_count_with_their_memory():
+    for letter in ("a", "é", "字", "😀"):
+        text = letter * 100_000
+        assert row_bytes({"message": text}) == pytest.approx(sys.getsizeof(text), rel=0.01)
