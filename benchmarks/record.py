@@ -117,7 +117,7 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
             batch, position = Batch(groups, np.full(num_samples, 0.5), [], {}), SamplerPosition(step, ())
             of_process, of_loop = time.process_time(), time.thread_time()
             write_events(recorder, groups, seconds)
-            await steps.trained(TrainedStep(step, batch, result, {}, time.time() - 9, 1.0, position))
+            await steps.trained(TrainedStep(step, batch, result, {}, time.time() - 9, 9.0, 1.0, position))
             loop.append(time.thread_time() - of_loop)
             recorder.flush()
             cpu.append(time.process_time() - of_process)

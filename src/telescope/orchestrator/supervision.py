@@ -66,8 +66,9 @@ class Supervisor:
             if self._error is not None:
                 if not main_task.done() and (seconds := grace(self._error)):
                     await asyncio.wait({main_task}, timeout=seconds)
-                    if main_task.done() and not main_task.cancelled() and (second := main_task.exception()):
-                        logger.info("%s failed too: %r", main_task.get_name(), second)
+                # Also an error of the same moment, which asyncio would log as never retrieved.
+                if main_task.done() and not main_task.cancelled() and (second := main_task.exception()):
+                    logger.info("%s failed too: %r", main_task.get_name(), second)
                 raise self._error
             return main_task.result()
         finally:
