@@ -234,12 +234,12 @@ export function Logs() {
                     </a>
                   )}
                   <span className="lv">{level === "INFO" ? "" : level.toLowerCase()}</span>
-                  <span className="cut f" title={[row.component, row.source, row.process === null ? "" : `process ${row.process}`].filter(Boolean).join(", ")}>
-                    {row.component}
+                  <span className="cut f" title={visible([row.component, row.source, row.process === null ? "" : `process ${row.process}`].filter(Boolean).join(", "))}>
+                    {visible(row.component ?? "")}
                   </span>
                   <Message text={row.message ?? ""} search={search} />
-                  <span className="cut f pl" title={row.place ?? ""}>
-                    {row.place?.replace(/^telescope\./, "")}
+                  <span className="cut f pl" title={visible(row.place ?? "")}>
+                    {visible(row.place?.replace(/^telescope\./, "") ?? "")}
                   </span>
                 </div>
               );
