@@ -72,7 +72,7 @@ test("what the server could not answer is read again while somebody needs it", a
   expect(asked).toHaveLength(3);
 });
 
-test("what failed while nobody needed it is read when somebody does", async () => {
+test("what failed while no page needed it is read when one does", async () => {
   void read("/e", "1");
   await asked[0]!.answer({}, 503);
   await vi.advanceTimersByTimeAsync(RETRY_MS);

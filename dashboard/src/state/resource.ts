@@ -72,7 +72,7 @@ function entryOf(key: string): Entry {
   return entry;
 }
 
-/** Drops the oldest entries that nobody listens to, beyond a number. */
+/** Drops the oldest entries without listeners, beyond a number. */
 export function dropUnused(entries: Map<string, { listeners: Set<unknown> }>, most: number, except: string): void {
   for (const [key, { listeners }] of entries) {
     if (entries.size <= most) break;

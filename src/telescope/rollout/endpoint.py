@@ -276,10 +276,9 @@ async def _answer(
             data = write(task.result())
         except Exception as error:
             pending.is_read = True
-            refusal = _refusal(error)
             if not response.prepared:
-                raise refusal from error
-            data = _event(_error(refusal))
+                raise
+            data = _event(_error(_refusal(error)))
         if not response.prepared:
             response.content_length = len(data)
             await response.prepare(request)

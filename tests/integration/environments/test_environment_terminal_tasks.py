@@ -76,7 +76,7 @@ def test_every_task_fails_untouched_and_is_solved_by_its_solution():
 def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     files = {
         "instruction.md": "Say hello in out.txt.",
-        "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\nenv = {WHOM = "${NOBODY:-Ada}"}\n'
+        "task.toml": '[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 5.0\nenv = {WHOM = "${UNSET:-Ada}"}\n'
         '[environment]\nworkdir = "/srv/work"\nenv = {TITLE = "it\\u0027s"}',
         "environment/Dockerfile": 'FROM debian\nARG FIRST=A\nENV NAME="${FIRST}da" PATH=/opt:$PATH\nWORKDIR /srv/work\n'
         'COPY gree* .\nRUN\t--mount=type=cache,target=/x ["mkdir", "in"]\nCOPY ["data/", "in/"]\n'
@@ -106,8 +106,8 @@ def test_a_folder_in_harbors_format_is_a_task(tmp_path):
     assert (solved.total_reward, solved.sample_tags) == (0.75, {"task": "say-hello", "difficulty": "easy"})
     assert forged.total_reward == 0.0
     task = tmp_path / "say-hello"
-    (task / "task.toml").write_text('verifier.env.KEY = "${NOBODY}"')
-    with pytest.raises(UserError, match=r"broken task.toml: env has \$\{NOBODY\}, but this variable is not set"):
+    (task / "task.toml").write_text('verifier.env.KEY = "${UNSET}"')
+    with pytest.raises(UserError, match=r"broken task.toml: env has \$\{UNSET\}, but this variable is not set"):
         read_tasks(str(task))
     (task / "task.toml").write_text("metadata = 1")
     with pytest.raises(UserError, match=r"broken task.toml"):
