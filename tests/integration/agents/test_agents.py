@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.agents.conftest import Agent
+from tests.processes import has_ended
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import Chat
@@ -287,20 +286,11 @@ class Process(Agent):
         return RewardResult(1.0, sample_tags={"url": url, "child": child, "said": said})
 
 
-def ended(process: Path) -> bool:
-    """Whether a process ends within some seconds."""
-    for _ in range(100):
-        if not process.exists() or process.joinpath("stat").read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
 async def test_a_process_of_an_agent_ends_with_all_that_it_started(bench: Any) -> None:
     made = await bench(Process, ["4"])
     tags = (await made.run()).reward.sample_tags
     assert (tags["url"].startswith("http://127.0.0.1:"), tags["said"]) == (True, "hello")
-    assert await asyncio.to_thread(ended, Path("/proc", tags["child"])), "its child lives on"
+    assert await asyncio.to_thread(has_ended, int(tags["child"])), "its child lives on"
 
 
 class InSandbox(Agent):

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import openai
 import pytest
 from tests.integration.agents.conftest import Agent
-from tests.integration.agents.test_agents import ended, sampled_once
+from tests.integration.agents.test_agents import sampled_once
+from tests.processes import has_ended
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import RolloutContext
@@ -146,7 +147,7 @@ async def test_an_agent_that_hangs_masks_its_sample(
     sample = await (await bench(Faulty, lambda prompt: "Hello.", act=hangs)).run()
     assert (sample.reward, sample.failure_kind) == (None, "environment")
     assert "rollout_timeout_seconds" in sample.failure_message
-    assert await asyncio.to_thread(ended, Path("/proc", (tmp_path / "pid").read_text())), "its process lives on"
+    assert await asyncio.to_thread(has_ended, int((tmp_path / "pid").read_text())), "its process lives on"
 
 
 async def test_a_program_of_a_background_task_ends_with_its_rollout(
@@ -165,7 +166,7 @@ async def test_a_program_of_a_background_task_ends_with_its_rollout(
 
     sample = await (await bench(Faulty, lambda prompt: "Hello.", act=starts_a_server)).run()
     assert sample.reward.sample_tags["saw"] == "False"
-    assert await asyncio.to_thread(ended, Path("/proc", pid.read_text())), "its process lives on"
+    assert await asyncio.to_thread(has_ended, int(pid.read_text())), "its process lives on"
     for late in (kept[0].run(["true"]), kept[0].sandbox()):
         with pytest.raises(UserError, match="the rollout has ended"):
             await late

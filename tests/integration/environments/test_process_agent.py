@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from aiohttp import web
+from tests.processes import has_ended
 
 from telescope.environments import process_agent
 from telescope.environments.context import RolloutContext
@@ -133,7 +134,7 @@ async def test_tasks_of_a_process_are_played_by_the_policy_several_at_a_time(env
     assert not slow.done()
     slow.cancel()
     await environment.close_resources()
-    await gone(int(pid) for pid in results[0].sample_metrics.values())
+    assert await asyncio.to_thread(has_ended, *map(int, results[0].sample_metrics.values()))
 
 
 async def test_a_result_that_is_not_json_is_converted_or_named(environment, services):
@@ -170,7 +171,7 @@ async def test_a_task_that_takes_too_long_fails_alone_unless_its_process_hangs(e
     with pytest.raises(EnvironmentFailure, match="took over 1 seconds"):
         await roll_out(environment, services, HANG, seconds=1.0)
     await asyncio.sleep(1.0)
-    await gone([int(first.sample_metrics["bridge"])])
+    assert await asyncio.to_thread(has_ended, int(first.sample_metrics["bridge"]))
     assert (await roll_out(environment, services, ANSWER)).total_reward == 1.0
 
 
@@ -183,7 +184,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process_and_the_next_task_sta
         with pytest.raises(asyncio.CancelledError):
             await starting
         await made.close_resources()
-    await gone([made._child._process.pid])
+    assert await asyncio.to_thread(has_ended, made._child._process.pid)
     assert (await roll_out(made, services, ANSWER)).total_reward == 1.0
     await made.close_resources()
 
@@ -213,8 +214,7 @@ def test_a_process_ends_with_a_worker_that_is_killed(tmp_path):
     assert len(processes) == 3  # with the bridge and its child
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not [process for process in alive if is_running(process.pid)]
+    assert has_ended(*(process.pid for process in processes))
 
 
 @pytest.mark.parametrize("name", ["verifiers:my-taskset", "openenv:http://127.0.0.1:8000"])
@@ -322,17 +322,3 @@ async def test_an_endless_taskset_of_verifiers_needs_a_number_of_tasks(monkeypat
             pass
     async with opened("words", {"num_tasks": 2}) as (tasks, _):
         assert [task["id"] for task in tasks] == [0, 1]
-
-
-async def gone(pids) -> None:
-    """Waits until killed processes are gone, which takes a moment."""
-    left = list(pids)
-    for _ in range(500):
-        left = [pid for pid in left if is_running(pid)]
-        if left:
-            await asyncio.sleep(0.02)
-    assert not left
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

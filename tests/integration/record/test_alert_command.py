@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import has_ended
 
 from telescope.record import alerts as alerts_module
 from telescope.record.alerts import Alerts
@@ -176,19 +176,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also before its exit code was read."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-    return False
 
 
 def test_the_command_runs_for_a_message_that_is_not_valid_unicode(out: Path, start: Callable[..., Alerts]) -> None:

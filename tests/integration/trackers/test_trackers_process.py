@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.integration.trackers.conftest import offline_summary, offline_values
+from tests.processes import has_ended
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.config import TelescopeConfig
@@ -246,11 +247,7 @@ def test_the_process_of_a_killed_run_copies_what_is_recorded_and_exits(tmp_path)
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[3])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
-    folder = Path("/proc") / answer.stdout.strip()
-    deadline = time.monotonic() + 120
-    while folder.exists() and "Z" not in (folder / "stat").read_text().split()[2] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not folder.exists() or (folder / "stat").read_text().split()[2] == "Z"
+    assert has_ended(int(answer.stdout), seconds=120)
     assert offline_values(tmp_path)[0]["a"] == 1.0
 
 

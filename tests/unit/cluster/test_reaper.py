@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.processes import has_ended, is_running
 
 from telescope.cluster.reaper import LONGEST_SOCKET, MARK_VARIABLE, SOCKET_PATH_BYTES, Reaper, temporary_base
 
@@ -46,20 +47,6 @@ time.sleep(600)
 """
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def start_driver() -> Iterator:
     """A driver with a child that it started before the reaper, and four processes of the run: (driver, pids)."""
@@ -89,7 +76,7 @@ def start_driver() -> Iterator:
 def test_everything_of_the_run_ends_with_a_driver_that_is_killed(start_driver) -> None:
     driver, (before, *family) = start_driver("time.sleep(600)")
     driver.kill()
-    wait_until_gone(family)
+    assert has_ended(*family)
     assert is_running(before)
 
 
@@ -110,7 +97,7 @@ def test_the_reaper_survives_a_kill_of_the_drivers_group_and_stop_signals(start_
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGINT)
     os.killpg(driver.pid, signal.SIGKILL)
-    wait_until_gone(family)
+    assert has_ended(*family)
 
 
 def test_the_mark_is_in_the_environment_during_the_run_only(monkeypatch) -> None:
