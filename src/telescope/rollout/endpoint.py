@@ -34,6 +34,7 @@ from telescope.environments.user_code import error_text
 from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
 
+HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 * 2**20
 MAX_IN_FLIGHT = 64
 """Most concurrent requests of one rollout; more are refused with 429."""
@@ -133,11 +134,16 @@ class Endpoint:
         server = web.Server(self._respond, request_factory=request, handler_cancellation=True, access_log=None)
         self._runner, self._socket = web.ServerRunner(server, shutdown_timeout=1), socket
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=MAX_CONNECTING).start()
+        await web.TCPSite(self._runner, HOST, 0, backlog=MAX_CONNECTING).start()
         self._port = self._runner.addresses[0][1]
         if socket:
             await web.UnixSite(self._runner, str(socket), backlog=MAX_CONNECTING).start()
             os.chmod(socket, 0o600)  # only for this user
+        # Clients in this process, and in programs that it starts, must not ask a proxy (`HTTP_PROXY`) for this host.
+        direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+        if direct != "*":
+            hosts = dict.fromkeys([*filter(None, direct.split(",")), HOST])
+            os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
     async def stop(self) -> None:
         """Ends all rollouts and closes all connections."""
@@ -151,7 +157,7 @@ class Endpoint:
     def base_url(self, chat: str = "") -> str:
         """Returns the URL for OpenAI's clients."""
         name = f"/chat/{quote(chat, safe='')}" if chat else ""
-        return f"http://127.0.0.1:{self._port}{name}/v1"
+        return f"http://{HOST}:{self._port}{name}/v1"
 
     def open(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
@@ -195,6 +196,19 @@ async def test_a_program_calls_the_policy(bench: Any) -> None:
     assert (sample.reward.total_reward, sample.reward.sample_tags["stderr"]) == (1.0, "")
     assert sample.turns[1].replies == [("tool", "4\n")]
     sampled_once(sample, made.policy)
+
+
+@pytest.mark.parametrize(
+    ("cls", "last"), [(Chat, "It is 4."), (Messages, "It is 4."), (Framework, FINAL), (Process, "It is 4.")]
+)
+async def test_an_agent_behind_a_proxy_reaches_the_endpoint(
+    bench: Any, cls: type, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.com", "NO_PROXY": "b.com"}.items():
+        monkeypatch.setenv(name, value)
+    sample = await (await bench(cls, [last])).run(max_context=16384)
+    assert (sample.failure_message, sample.reward.total_reward) == (None, 1.0)
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "a.com,127.0.0.1"
 
 
 class Terminal(TerminalTasksEnvironment):
