@@ -209,7 +209,7 @@ class AgentRollout:
             {**shown["function"], "error": call.error, "seconds": None}
             for call, shown in zip(calls, answer.openai_tool_calls, strict=True)
         ]
-        self._joins.record(prompt, answer.message, index, ids, raw, ended=ended)
+        self._joins.record(call, prompt, answer.message, index, ids, raw, ended=ended)
         return answer
 
     def _drop(self, answer: Answer) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,13 +99,13 @@ class Joins:
         self._interleaved = interleaved
         self._roots: dict[str, dict[str, _Node]] = {}
         """The roots of conversations, by chat and tools."""
-        self._by_ids: list[tuple[list[int], int]] = []
-        """Token ids of prompt and completion of each call made with token ids, and its turn."""
+        self._by_ids: defaultdict[str, list[tuple[list[int], int]]] = defaultdict(list)
+        """By chat, the token ids of prompt and completion of each call made with token ids, and its turn."""
 
     def prompt(self, call: Call) -> Prompt:
         """Returns the prompt of a call. Raises what the chat template raises."""
         if call.token_ids is not None:
-            return self._prompt_of_ids(list(call.token_ids))
+            return self._prompt_of_ids(call.chat, list(call.token_ids))
         if not call.messages:
             raise UserError("it has no messages")
         tools = [dict(tool) for tool in call.tools]
@@ -157,24 +158,25 @@ class Joins:
         return messages
 
     def record(
-        self, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *, ended: bool
-    ) -> None:
-        """Records a completion: the `message` that the caller gets, its turn, and the sampled tokens.
+        self, call: Call, prompt: Prompt, message: ChatMessage, turn: int, token_ids: Sequence[int], text: str, *,
+        ended: bool,
+    ) -> None:  # fmt: skip
+        """Records the completion of a call: the `message` that the caller gets, its turn, and the sampled tokens.
 
         `text` is the whole completion without the end token. `ended`: the model ended it.
         """
         if not prompt.messages:
-            self._by_ids.append(([*prompt.token_ids, *token_ids], turn))
+            self._by_ids[call.chat].append(([*prompt.token_ids, *token_ids], turn))
             return
         node = prompt.node.children.setdefault(_identity(template_messages([message])[0]), _Node())
         # Without the whole ids, whose memory would grow with the square of the number of calls.
         node.answer = _Answer(turn, replace(prompt, token_ids=[]), token_ids, text, ended)
 
-    def _prompt_of_ids(self, ids: list[int]) -> Prompt:
+    def _prompt_of_ids(self, chat: str, ids: list[int]) -> Prompt:
         for each in ids:
             if not (isinstance(each, int) and each >= 0 and self._renderer.has_embedding(each)):
                 raise UserError(f"the model has no token {each!r}")
-        longest_first = sorted(self._by_ids, key=lambda known: (len(known[0]), known[1]), reverse=True)
+        longest_first = sorted(self._by_ids[chat], key=lambda known: (len(known[0]), known[1]), reverse=True)
         known = ((len(before), turn) for before, turn in longest_first if ids[: len(before)] == before)
         length, parent = next(known, (0, None))
         text = self._renderer.decode(ids[length:], cut_end_token=False)

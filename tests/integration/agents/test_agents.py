@@ -178,6 +178,25 @@ async def test_chats_have_their_own_sequences_and_rewards(bench: Any) -> None:
     assert trained == [("", False), ("", True), ("checker", True)]
 
 
+class ChatsOfTokens(Agent):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        answer = await context.generate([1, 2])
+        with context.chat("checker", reward=0.25) as checker:
+            verdict = await checker.generate([1, 2, *answer.token_ids, 3])
+            await checker.generate([1, 2, *answer.token_ids, 3, *verdict.token_ids, 4])
+        return RewardResult(1.0)
+
+
+async def test_a_chat_that_shows_tokens_of_another_does_not_train_them(bench: Any) -> None:
+    made = await bench(ChatsOfTokens, ["4", "yes", "no"])
+    sample = await made.run()
+    assert [(turn.chat, turn.parent) for turn in sample.turns] == [("", None), ("checker", None), ("checker", 1)]
+    answer, *verdicts = [turn.generation.token_ids_N.tolist() for turn in sample.turns]
+    trained = [(s.chat, s.token_ids_L[s.trained_L].tolist()) for s in sample.sequences()]
+    assert trained == [("", answer), ("checker", [*verdicts[0], *verdicts[1]])]
+    sampled_once(sample, made.policy)
+
+
 async def test_an_engine_that_fails_begins_the_rollout_again(bench: Any) -> None:
     made = await bench(Conversation, [CALL, InfrastructureError("gone"), "No more.", "It is 4."])
     sample = await made.run(max_infrastructure_retries=3)

@@ -87,10 +87,10 @@ def conversation(renderer: Renderer, num_calls: int) -> tuple[Joins, list[dict[s
     """Returns the joins of an agent that calls the policy so often, and its messages."""
     joins, messages = Joins(renderer), [{"role": "user", "content": "Why?"}]
     for turn in range(num_calls):
-        prompt = joins.prompt(Call(messages))
+        prompt = joins.prompt(call := Call(messages))
         answer = {"role": "assistant", "content": f"Four {turn}. " * 20}
         ids = renderer.encode_continuation(answer["content"])
-        joins.record(prompt, answer, turn, ids, answer["content"], ended=False)
+        joins.record(call, prompt, answer, turn, ids, answer["content"], ended=False)
         messages += [answer, {"role": "user", "content": "Why not five? " * 20}]
     return joins, messages
 
