@@ -112,6 +112,7 @@ def _outcome(
         if "failed" in message:
             raise (UserError if message["reachable"] else UnreachableError)(message["failed"])
         stage, doing, began = message["stage"], message["doing"], time.monotonic()
+        slow_at = min(slow_at, began + SLOW_SECONDS)
 
 
 def _last_output(log: Path) -> str:

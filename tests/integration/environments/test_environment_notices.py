@@ -49,6 +49,37 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
     assert "Set dataset: generated in the kwargs" in puzzles
 
 
+SLOW = """
+import time
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+
+
+class Slow(SingleTurnEnvironment):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        time.sleep(1)
+
+    def load_dataset(self):
+        time.sleep(1)
+        return [Sample("Why?")]
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        return RewardResult(0.0)
+"""
+
+
+def test_each_slow_part_of_a_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.rollout.trial.SLOW_SECONDS", 0.5)
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "environment.py").write_text(SLOW)
+    said: list[str] = []
+    try_environments([EnvironmentSpec("slow", {})], environments_path=[tmp_path], say=said.append)
+    assert said[-2:] == [
+        "importing and making the environment 'slow' ...",
+        "loading the dataset of the environment 'slow' ...",
+    ]
+
+
 @pytest.mark.parametrize("spec", [EnvironmentSpec("hendrycks_math", {}), eval_spec("math500", {})])
 def test_a_dataset_without_the_hub_is_an_error_of_its_own_kind(spec: EnvironmentSpec) -> None:
     with pytest.raises(UnreachableError, match=f"{spec.name}: the dataset .* or set dataset: own"):
