@@ -77,6 +77,8 @@ class _Worker:
     lanes: dict[str, LaneState] = field(default_factory=dict)
     num_ordered: Counter[str] = field(default_factory=Counter)
     """Samples ordered in each lane and not yet in a report."""
+    num_groups: int = 0
+    """Groups that run in it."""
     shares: dict[str, list[int]] = field(default_factory=dict)
     """Its request slots on each server in each open lane."""
     is_open: bool = True
@@ -182,6 +184,7 @@ class RolloutPool:
         group.worker = worker = max(
             homes, key=lambda each: (each.is_open, any(each.shares.get(task.lane, ())), each.num_free(task.lane))
         )
+        worker.num_groups += 1
         worker.orders.groups.append(task)
         worker.num_ordered[task.lane] += len(task.samples)
         worker.has_orders.set()
@@ -217,7 +220,8 @@ class RolloutPool:
             self._prompts.pop(number, None)
 
     def _assign_prompt(self, number: int, prompt: _Prompt) -> None:
-        worker = min(self.workers, key=lambda worker: (not worker.is_open, len(worker.orders.prompts)))
+        """Gives a prompt to the worker with the fewest groups, because it waits for the user code of their samples."""
+        worker = min(self.workers, key=lambda each: (not each.is_open, len(each.orders.prompts), each.num_groups))
         prompt.worker = worker
         worker.orders.prompts.append((number, prompt.key, prompt.item))
         worker.has_orders.set()
@@ -264,9 +268,10 @@ class RolloutPool:
         unsent = {task.key for task in worker.orders.groups}
         waiting = {number for number, *_ in worker.orders.prompts}
         worker.orders, worker.is_open = Orders(), False
-        worker.lanes, worker.num_ordered = {}, Counter()
+        worker.lanes, worker.num_ordered, worker.num_groups = {}, Counter(), 0
         self._lose_prompts(worker, waiting, error)
         for group in [group for group in self._groups.values() if group.worker is worker]:
+            group.worker = None
             tasks = {index: group.task.samples[index] for index in group.samples}
             if group.task.key not in unsent:
                 group.num_lost += 1
@@ -281,7 +286,6 @@ class RolloutPool:
             else:
                 if group not in self._suspects:
                     self._suspects.append(group)
-                group.worker = None
                 self._assign_suspect()
         self.on_change()
 
@@ -334,7 +338,7 @@ class RolloutPool:
         """Waits for events, one call at a time. An order ends the call early."""
         while True:
             self._read(worker, await worker.calls.exchange(Orders(), seconds=self._seconds, interval=self._interval))
-            if not (worker.is_open or any(group.worker is worker for group in self._groups.values())):
+            if not (worker.is_open or worker.num_groups):
                 raise WorkerLost("user code of an ended sample still runs in it")
 
     def _read(self, worker: _Worker, report: Report) -> None:
@@ -361,6 +365,8 @@ class RolloutPool:
         del group.samples[index]
         if not group.samples:
             del self._groups[group.task.key]
+            if group.worker is not None:
+                group.worker.num_groups -= 1
             if group in self._suspects:
                 self._suspects.remove(group)
                 self._assign_suspect()

@@ -99,6 +99,32 @@ def test_a_prompt_whose_caller_was_cancelled_ends_nobody_elses() -> None:
     run_simulated(scenario())
 
 
+def test_a_prompt_is_rendered_where_no_sample_runs() -> None:
+    class Named(Prompts):
+        async def prepare(self, env_key: str, index: int) -> None:
+            rendered.append((env_key, self.first_prompt, index))
+            await super().prepare(env_key, index)
+
+    rendered: list[Any] = []
+
+    async def scenario() -> None:
+        slow = {"on_call": lambda: asyncio.sleep(10)}
+        pool = RolloutPool([RolloutWorker(Named(first_prompt=[n], **slow), [FakeEngine()]) for n in range(2)])
+        pool.open_lane(TRAINING, [4]).set_up(0, True)
+        group = asyncio.create_task(pool.run([task()], settings()))
+        await asyncio.sleep(1)
+        for item in (1, 2):
+            with pytest.raises(EnvironmentFailure):
+                await pool.prepare("e", item)
+        await group
+        with pytest.raises(EnvironmentFailure):
+            await pool.prepare("e", 3)
+        await pool.close()
+
+    run_simulated(scenario())
+    assert rendered == [("e", [1], 1), ("e", [1], 2), ("e", [0], 3)]
+
+
 def test_a_prompt_that_ends_three_workers_fails_alone() -> None:
     class Fragile:
         """Renders a prompt a second, one after the other. Item 3 ends it."""
