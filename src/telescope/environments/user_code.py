@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
 from telescope.utils.packages import is_installed
 
 R = TypeVar("R")
@@ -256,7 +256,7 @@ def error_text(error: BaseException) -> str:
 
 def needs_stack(error: BaseException) -> bool:
     """Returns whether an error may be a bug of user code. Others are explained by their message."""
-    explained = UserError | InfrastructureError | ConnectionError | ModuleNotFoundError
+    explained = UserError | InfrastructureError | EnvironmentFailure | ConnectionError | ModuleNotFoundError
     return not isinstance(error, explained) and _missing_nltk_data(error) is None
 
 

@@ -134,5 +134,6 @@ def user_failure(error: BaseException, label: str) -> Exception:
     kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
     error = original_error(error)
     # A malformed result has no line in user code, and our own line that rejects it does not help.
-    where = None if isinstance(error, MalformedResultError) else user_code_line(error)
-    return kind(f"{label} failed: {error_text(error)}" + (f" ({os.path.basename(where)})" if where else ""))
+    where = None if isinstance(error, MalformedResultError | EnvironmentFailure) else user_code_line(error)
+    text = error_text(error).removeprefix(f"{EnvironmentFailure.__name__}: ")
+    return kind(f"{label} failed: {text}" + (f" ({os.path.basename(where)})" if where else ""))

@@ -140,13 +140,15 @@ async def test_a_fault_of_an_agent_trains_only_what_it_was_answered(bench: Any, 
 
 
 async def test_an_agent_that_hangs_masks_its_sample(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
     monkeypatch.setattr(Faulty, "rollout_timeout_seconds", 5.0)
     sample = await (await bench(Faulty, lambda prompt: "Hello.", act=hangs)).run()
     assert (sample.reward, sample.failure_kind) == (None, "environment")
-    assert "rollout_timeout_seconds" in sample.failure_message
+    limit = "it did not end within 5 seconds (rollout_timeout_seconds)"
+    assert sample.failure_message == f"environment 'agent', item 0: rollout failed: {limit}"
+    assert "Traceback" not in capfd.readouterr().err, "the message explains it"
     assert await asyncio.to_thread(has_ended, int((tmp_path / "pid").read_text())), "its process lives on"
 
 
