@@ -253,8 +253,9 @@ async def _import_sdks(environment: type[Environment]) -> None:
     code = [each.__code__ for cls in environment.__mro__ for each in vars(cls).values() if hasattr(each, "__code__")]
     for sdk, modules in SDK_MODULES.items():
         if any(sdk in each.co_names for each in code):
-            for module in modules:
-                await asyncio.to_thread(importlib.import_module, f"{sdk}.resources.{module}")
+            with contextlib.suppress(ImportError):  # the environment may use another SDK here
+                for module in modules:
+                    await asyncio.to_thread(importlib.import_module, f"{sdk}.resources.{module}")
 
 
 def _shown(message: ChatMessage) -> str:

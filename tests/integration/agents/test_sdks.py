@@ -156,6 +156,23 @@ async def test_only_the_rollouts_time_limit_ends_a_call(bench: Any) -> None:
     assert (sample.failure_message, sample.reward.total_reward) == (None, 1.0)
 
 
+class EitherSDK(Chat):
+    async def rollout(self, sample: Sample, context: Any) -> RewardResult:
+        if self.name == "messages":
+            await context.anthropic().messages.create(model="policy", messages=[QUESTION], max_tokens=9)
+        return await super().rollout(sample, context)
+
+
+async def test_an_agent_of_two_sdks_needs_only_the_one_that_it_uses(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "anthropic"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    sample = await (await bench(EitherSDK, ["It is 4."])).run()
+    assert (sample.failure_message, sample.reward and sample.reward.total_reward) == (None, 1.0)
+
+
 SHELL_AGENT = r"""
 import json, os, subprocess, sys, urllib.request
 
