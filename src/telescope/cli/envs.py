@@ -289,8 +289,11 @@ def _arguments(cls: type[Environment]) -> dict[str, str]:
                 continue
             for parameter in inspect.signature(function).parameters.values():
                 if parameter.name in known and parameter.default is not parameter.empty:
-                    plain = parameter.default is None or isinstance(parameter.default, _PLAIN)
-                    defaults[parameter.name] = f" = {parameter.default!r}" if plain else ""
+                    default = parameter.default
+                    if default is None and parameter.name in ("max_turns", "system_prompt", "instruction_prompt"):
+                        default = getattr(cls, parameter.name)
+                    plain = default is None or isinstance(default, _PLAIN)
+                    defaults[parameter.name] = f" = {default!r}" if plain else ""
     return defaults
 
 

@@ -218,8 +218,8 @@ class SingleTurnEnvironment(Environment):
     """One prompt, one completion, one reward.
 
     The user's message is `instruction_prompt`, a blank line and the question; `system_prompt` is the system message.
-    Either may be None. With `add_thinking_prefix` the model continues after an opening `<think>`, which is part of the
-    prompt and not of the completion that is scored.
+    Either may be None, or an attribute of the class. With `add_thinking_prefix` the model continues after an opening
+    `<think>`, which is part of the prompt and not of the completion that is scored.
     """
 
     arguments_of_registry: ClassVar[frozenset[str]] = frozenset({"tools"})
@@ -229,8 +229,10 @@ class SingleTurnEnvironment(Environment):
 
     def __init__(self, system_prompt: str | None = None, instruction_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.system_prompt = system_prompt
-        self.instruction_prompt = instruction_prompt
+        if system_prompt is not None:
+            self.system_prompt = system_prompt
+        if instruction_prompt is not None:
+            self.instruction_prompt = instruction_prompt
 
     @abstractmethod
     def compute_reward(
@@ -285,8 +287,9 @@ class MultiTurnEnvironment(Environment):
     done, `get_next_prompt_messages` returns the next prompt. So `env_response` sees every answer, including the last
     one, and may judge it. All methods may be plain or `async`.
 
-    Class attributes that a subclass may set: `checks_done_first` (True: `is_done` is also called before `env_response`,
-    and an answer that ends the rollout gets no response, which saves an expensive last call),
+    Class attributes that a subclass may set: `max_turns`, `system_prompt`, `checks_done_first` (True: `is_done` is also
+    called before `env_response`, and an answer that ends the rollout gets no response, which saves an expensive last
+    call),
     `continues_after_truncation` (False: an answer that was cut off ends the rollout, after `env_response`). With
     `add_thinking_prefix` every prompt ends with `<think>`, which becomes the start of the answer.
     """
@@ -298,10 +301,12 @@ class MultiTurnEnvironment(Environment):
     checks_done_first: ClassVar[bool] = False
     continues_after_truncation: bool = False
 
-    def __init__(self, max_turns: int = 10, system_prompt: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, max_turns: int | None = None, system_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.max_turns = max_turns
-        self.system_prompt = system_prompt
+        if max_turns is not None:
+            self.max_turns = max_turns
+        if system_prompt is not None:
+            self.system_prompt = system_prompt
 
     @property
     def is_multi_turn(self) -> bool:

@@ -415,4 +415,5 @@ def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:
         for mixin, form in ((SandboxTools, str), (McpTools, dict)):
             if any(isinstance(tool, form) for tool in tools) and not issubclass(cls, mixin):
                 mixins.insert(0, mixin)
-    return _derived(cls, *mixins, cls) if mixins else cls
+    # The bases of a mixin come before `cls`, and have a system prompt of their own.
+    return _derived(cls, *mixins, cls, system_prompt=getattr(cls, "system_prompt", None)) if mixins else cls

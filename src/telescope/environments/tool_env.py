@@ -89,7 +89,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     def __init__(
         self,
         tools: list[Callable[..., Any] | Tool] | None = None,
-        max_turns: int = 10,
+        max_turns: int | None = None,
         tool_call_format: ToolCallFormat = "xml",
         include_tool_schemas_in_prompt: bool = True,
         error_formatter: Callable[[Exception], str] | None = None,
@@ -119,7 +119,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         """The chat template, if the tools go through it."""
         self._tools_section = self._build_tools_prompt_section() if include_tool_schemas_in_prompt and tools else ""
         if self._tools_section:
-            self.system_prompt = f"{system_prompt}\n\n{self._tools_section}" if system_prompt else self._tools_section
+            self.system_prompt = "\n\n".join(filter(None, (self.system_prompt, self._tools_section)))
 
     # The conversation
 

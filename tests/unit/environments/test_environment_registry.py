@@ -22,6 +22,21 @@ PLAIN = """
         def compute_reward(self, completion, sample, eos_token=""):
             return RewardResult(float(completion == sample.answer))
 """
+PLAYS = """
+    from telescope.environments.base import MultiTurnEnvironment, Sample
+
+    class Plays(MultiTurnEnvironment):
+        max_turns = 3
+
+        def load_dataset(self, num_samples=-1):
+            return [Sample("a", "b")]
+
+        def env_response(self, messages, state):
+            return []
+
+        def compute_reward(self, state, eos_token=""):
+            raise NotImplementedError
+"""
 BASE_ALONE = PLAIN.format(name="Puzzle").replace("SingleTurnEnvironment", "BaseEnvironment")
 
 
@@ -223,6 +238,24 @@ def test_a_constructor_that_ignores_its_base_works(write):
     path = write("stubborn", PLAIN.format(name="Stubborn") + constructor)
     environment = get_environment("stubborn", environments_path=[path], size=4, num_samples=1)
     assert (environment.size, len(environment), environment.build_messages("q")[0]["content"]) == (4, 1, "q")
+
+
+def test_prompts_and_turns_may_be_attributes_of_the_class(write):
+    prompts = "instruction_prompt = system_prompt = 'Be brief.'"
+    path = write("asks", PLAIN.format(name="Asks").replace("def load", f"{prompts}\n\n        def load", 1))
+    environment = get_environment("asks", environments_path=[path])
+    assert environment.build_messages("a") == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Be brief.\n\na"},
+    ]  # fmt: skip
+    given = get_environment("asks", environments_path=[path], system_prompt="Think.", instruction_prompt="")
+    assert [message["content"] for message in given.build_messages("a")] == ["Think.", "a"]
+    with_tools = get_environment("asks", environments_path=[path], tools=["shell"])
+    assert with_tools.system_prompt.startswith("Be brief.\n\nYou may call") and with_tools.max_turns == 10
+    default = get_environment("countdown").system_prompt
+    assert get_environment("countdown", tools=["shell"]).system_prompt.startswith(f"{default}\n\nYou may call")
+    write("plays", PLAYS)
+    assert get_environment("plays", environments_path=[path]).max_turns == 3
+    assert get_environment("plays", environments_path=[path], max_turns=5).max_turns == 5
 
 
 def test_every_environment_is_an_eval():
