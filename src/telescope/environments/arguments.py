@@ -69,19 +69,22 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
             with contextlib.suppress(Exception):  # an annotation may be any expression
                 hints = get_type_hints(vars(owner)[method]) | hints
     for name, value in given.items():
-        annotation = hints.get(name)
-        if annotation is None or value is None:
-            continue
-        try:
-            adapter: TypeAdapter[Any] = TypeAdapter(annotation)
-        except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError):
-            continue  # pydantic cannot check this annotation
-        try:
-            adapter.validate_python(value)
-        except ValidationError as error:
-            from telescope.config.messages import describe_argument  # takes a second, and only errors need it
+        if name in hints and value is not None:
+            refuse_wrong_type(hints[name], name, value, called=called, fix="Correct it in its kwargs.")
 
-            raise UserError(f"{called}: {describe_argument(error, name, value)}. Correct it in its kwargs.") from None
+
+def refuse_wrong_type(annotation: Any, name: str, value: Any, *, called: str, fix: str) -> None:
+    """Raises `UserError` for a value that the annotation does not allow."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+    except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError):
+        return  # pydantic cannot check this annotation
+    try:
+        adapter.validate_python(value)
+    except ValidationError as error:
+        from telescope.config.messages import describe_argument  # takes a second, and only errors need it
+
+        raise UserError(f"{called}: {describe_argument(error, name, value)}. {fix}") from None
 
 
 def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:

@@ -14,10 +14,12 @@ import importlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
+from pydantic import AllowInfNan, Strict, StrictBool
 
+from telescope.environments.arguments import refuse_wrong_type
 from telescope.environments.base import (
     ChatMessage,
     Environment,
@@ -44,6 +46,14 @@ from telescope.rollout.rendering import Renderer, lost_message, without_breaks
 
 MAX_TRIED_ITEMS = 64
 """Items whose messages are tried with the chat template before a run."""
+_NUMBER: Any = Annotated[float, Strict(), AllowInfNan(False)]
+DECLARED: dict[str, Any] = {
+    "metrics_ranges": dict[str, dict[str, _NUMBER | StrictBool]],  # `invert` is true or false
+    "tags_options": dict[str, list[Any]],
+    "reward_min": _NUMBER | None,
+    "reward_max": _NUMBER | None,
+}
+"""Types of the attributes that a class declares for charts."""
 
 
 class LoadedEnvironment:
@@ -179,6 +189,9 @@ class LoadedEnvironment:
                 self._check_template(self.renderer)
             if environment.is_multi_turn:
                 self._check_replies(self.renderer)
+        for field, annotation in DECLARED.items():
+            called, fix = f"The environment {spec.name!r}", "Correct it in its class."
+            refuse_wrong_type(annotation, field, getattr(environment, field), called=called, fix=fix)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
