@@ -65,8 +65,9 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
 
 
 def _without_item(problem: str | None, spec: EnvironmentSpec, trial: Trial) -> str:
-    """Returns a problem without its item, so that the same problem of several items is reported once."""
-    return (problem or "").removeprefix(f"environment {spec.identity!r}, item {trial.item}: ")
+    """Returns a problem without its item and rollout, so that the same problem of several items is reported once."""
+    item, rollout = f"environment {spec.identity!r}, item {trial.item}", f", rollout {trial.trajectory.sample_id!r}"
+    return (problem or "").removeprefix(item).removeprefix(rollout).removeprefix(": ")
 
 
 def _read_labels(file: Path, judge: Judge | None) -> list[dict[str, Any]]:

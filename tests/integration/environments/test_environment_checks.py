@@ -144,6 +144,14 @@ def test_a_bug_that_fails_every_trial_is_printed_once(capsys, tmp_path):
     assert "own: reference solution, item 0 and 3 other trials: rollout failed: AttributeError" in err
 
 
+def test_a_bug_that_fails_every_trial_of_several_turns_is_printed_once(capsys, tmp_path):
+    failing = BODY.replace("import Environment", "import MultiTurnEnvironment").replace("(Environ", "(MultiTurnEnviron")
+    failing += "\n    def env_response(self, messages, state):\n        return state.nothing\n"
+    failing += "\n    def compute_reward(self, state, eos_token=''): ...\n"
+    code, _, err = check(capsys, "own", *write(tmp_path, failing))
+    assert code == 1 and "own: reference solution, item 0 and 3 other trials: respond failed: Attribute" in err, err
+
+
 def test_a_cheat_whose_samples_are_all_masked_is_not_checked(capsys, tmp_path):
     masking = f"""{BODY}
     def compute_reward(self, completion, sample, eos_token=""):
