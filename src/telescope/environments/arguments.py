@@ -98,7 +98,13 @@ def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> A
     loads = load_arguments(cls, given, root)
     others = {key: value for key, value in given.items() if key not in constructor.names and key not in loads}
     passed = {key: value for key, value in given.items() if key in constructor.names}
-    made: Any = cls(**passed, **(others if constructor.reaches_root else {}))
+    passed |= others if constructor.reaches_root else {}
+    try:
+        inspect.signature(cls).bind(**passed)
+    except TypeError as error:
+        fix = "Set it in its kwargs, or give the parameter a default"
+        raise UserError(f"The constructor of the {root.__name__.lower()} {name!r}: {error}. {fix}.") from None
+    made: Any = cls(**passed)
     null_is_unset = _named_parameters(vars(root)["__init__"])
     left = {key: value for key, value in others.items() if key not in vars(made)}  # the constructor may drop them
     set_attributes(made, {k: v for k, v in left.items() if v is not None or k not in null_is_unset})

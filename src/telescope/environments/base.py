@@ -81,7 +81,15 @@ class Dataset(ABC):
 
     def _loaded(self) -> list[Sample]:
         if self._samples is None:
-            returned = self.load_dataset(**(self._load_arguments or {}))
+            arguments = self._load_arguments or {}
+            try:
+                inspect.signature(self.load_dataset).bind(**arguments)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"load_dataset of {self.name!r}: {error}. Write `def load_dataset(self, num_samples=-1)`, set "
+                    "further parameters in its kwargs, or give them defaults."
+                ) from None
+            returned = self.load_dataset(**arguments)
             if inspect.iscoroutine(returned):
                 returned.close()
                 raise UserError(f"load_dataset of {self.name!r} is async: write `def load_dataset`.")

@@ -89,7 +89,7 @@ def roll_out_item(
     elif isinstance(environment, MultiTurnEnvironment):
         run = _several_turns
     result, end_reason = _finish(environment, run(environment, environment.get_sample(index), transcript))
-    score = serialize_score(result, for_eval=False)
+    score = serialize_score(result, for_eval=False, method="rollout" if is_agent(environment) else None)
     return LocalRollout(transcript.messages, score, transcript.num_answers, end_reason)
 
 

@@ -34,7 +34,7 @@ from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean, user_path
 
-_TAKES_TASK = re.compile(r"^TAKES_TASK(?: *: *bool)? *= *True\b", re.MULTILINE)
+_TAKES_TASK = re.compile(rb"^(?:\xef\xbb\xbf)?TAKES_TASK(?: *: *bool)? *= *True\b", re.MULTILINE)
 
 
 @dataclass(slots=True, frozen=True)
@@ -174,14 +174,14 @@ class Discovery:
         """Returns the module's concrete subclass, or the most derived one if subclasses inherit from each other."""
         every = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
         found = [c for c in every if issubclass(c, self.root)]
-        defined = [c for c in found if not inspect.isabstract(c)]
+        defined = [c for c in found if not inspect.isabstract(c) or _is_complete_agent(c)]
         leaves = [c for c in defined if not any(c is not other and issubclass(other, c) for other in defined)]
         if len(leaves) == 1:
             return leaves[0]
         if not leaves:
             problem = f"defines no concrete subclass of {self.root.__name__}"
             abstract = [f"{c.__name__} lacks {', '.join(sorted(getattr(c, '__abstractmethods__', ())))}" for c in found]
-            problem += f" ({'; '.join(abstract)})" if abstract else ""
+            problem += f" ({'; '.join(abstract)})" if abstract else "; imported classes do not count"
         else:
             problem = (
                 f"defines several: {', '.join(c.__name__ for c in leaves)}. Keep one, or name package.module:Class"
@@ -195,7 +195,7 @@ def _named(name: str, sources: Mapping[str, Source]) -> Source | None:
     source = sources.get(name_of_folder)
     if source is None or not colon:
         return source
-    code = "" if source.file is None else source.file.read_text(encoding="utf-8")
+    code = b"" if source.file is None else source.file.read_bytes()
     return replace(source, name=name, task=task) if _TAKES_TASK.search(code) else None
 
 
@@ -214,9 +214,10 @@ def _file_of(module: str, what: str) -> Path | None:
 def _declared_packages(file: Path) -> dict[str, list[str]]:
     """Reads the module-level lists REQUIRED_PACKAGES and OPTIONAL_PACKAGES without importing the module."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+        tree = ast.parse(file.read_bytes(), filename=str(file))  # bytes, for a byte order mark or another encoding
     except SyntaxError as error:
-        raise UserError(f"{file}:{error.lineno}: {error.msg}.") from error
+        place = f"{file}:{error.lineno}" if error.lineno else str(file)
+        raise UserError(f"{place}: {error.msg}.") from error
     declared: dict[str, list[str]] = {}
     for node in tree.body:
         match node:
@@ -335,6 +336,11 @@ def complete_class(cls: type[Environment], name: str) -> type[Environment]:
         abstract = {name for base in bases for name in base.__abstractmethods__} - {"load_dataset"}
         unneeded = {name for name in abstract if name in cls.__abstractmethods__ or not hasattr(cls, name)}
     return _derived(cls, *bases, **{each: _undefined(each) for each in unneeded}) if unneeded or len(bases) > 1 else cls
+
+
+def _is_complete_agent(cls: type) -> bool:
+    """Returns whether a class has its own `rollout` and lacks at most what `complete_class` adds."""
+    return issubclass(cls, Environment) and is_agent(cls) and "load_dataset" not in cls.__abstractmethods__
 
 
 def _undefined(method: str) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ def test_imported_and_abstract_classes_are_not_the_environment(write):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("x = 1", "defines no concrete subclass"),
+        ("x = 1", "defines no concrete subclass of Environment; imported classes do not count"),
         (
             "from telescope.environments.base import SingleTurnEnvironment\nclass A(SingleTurnEnvironment): ...",
             r"A lacks compute_reward, load_dataset",
@@ -173,6 +173,28 @@ def test_package_lists_that_cannot_be_read_are_refused(write):
     path = write("dynamic", "REQUIRED_PACKAGES = ['a' + 'b']")
     with pytest.raises(UserError, match=r"environment\.py:1: REQUIRED_PACKAGES must be a list of strings"):
         check_environment("dynamic", [path])
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"# coding: latin-1\n# caf\xe9\n", b"# caf\xe9\n"])
+def test_a_file_of_another_encoding_is_read_as_python_reads_it(write, start):
+    path = write("my_puzzle", PLAIN.format(name="Puzzle"))
+    file = path / "my_puzzle" / "environment.py"
+    file.write_bytes(start + b"TAKES_TASK = True\n" + file.read_bytes())
+    assert len(get_environment("my_puzzle:a", environments_path=[path])) == 2
+    file.write_bytes(b"x = '\xe9'\n")
+    with pytest.raises(UserError, match=r"environment.py:1: .*can't decode byte 0xe9"):
+        get_environment("my_puzzle", environments_path=[path])
+
+
+def test_an_argument_that_is_not_given_is_an_error_with_the_fix(write):
+    path = write("needy", PLAIN.format(name="Needy").replace("num_samples=-1, **kwargs", "path, num_samples=-1"))
+    with pytest.raises(UserError, match=r"load_dataset of 'needy': missing a required argument: 'path'\. .* in its kw"):
+        len(get_environment("needy", environments_path=[path]))
+    assert len(get_environment("needy", environments_path=[path], path="x")) == 2
+    constructor = "def __init__(self, shape, **kwargs):\n            super().__init__(**kwargs)\n\n        def load"
+    write("needy_too", PLAIN.format(name="Needy").replace("def load", constructor))
+    with pytest.raises(UserError, match=r"The constructor of the environment 'needy_too': missing a .* 'shape'\. Set"):
+        get_environment("needy_too", environments_path=[path])
 
 
 def test_a_class_is_found_by_its_dotted_path(write, monkeypatch, tmp_path):
