@@ -58,25 +58,35 @@ _CURRENCY = re.compile(r"^([-+]?)\s*(?:\\\$|[$€£¥₹])\s*(?=[-+]?[0-9.])|(?<
 
 _SHORT_UNIT = (
     r"(?:cm|mm|km|nm|ft|in|yd|mi|kg|mg|lbs?|oz|ms|hr|ml|mL|kJ|kW|Hz|Pa|cc|sq|cu|of|mph|kph|kmh|deg|rad|min|sec|st|nd|rd|th"
-    r"|[mgshlLNJWVAKCF])(?![A-Za-z])"
+    r"|[mgshlLNJWVAKCF])(?![^\W\d_])"
 )
 _EXPONENT = r"(?:\^?\{?-?[0-9]\}?)?"
 _CHANGING = (
-    r"(?i:than|more|less|factorial|squared|cubed|hundred|thousand|million|billion|trillion|dozen|negative|below|above"
-    r"|root|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)"
+    r"(?i:than|more|less|factorial|squared|cubed|negative|below|above|root|half|halves|(?:hundred|thousand|million"
+    r"|billion|trillion|dozen|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?)"
 )
-CHANGING_WORD = re.compile(rf"(?<![\\A-Za-z]){_CHANGING}(?![A-Za-z])")
+_CHANGING_ELSEWHERE = (
+    r"[^\W\d_]{0,8}(?:[十百万萬亿億兆半만억]|千(?![克米瓦焦卡])|分之|тыс|миллион|миллиард|млн|млрд|полов)"
+)
+"""The same in Chinese, Japanese, Korean and Russian: 千克 is a kilogram, and 万 ten thousand."""
+CHANGING_WORD = re.compile(rf"(?<![\\A-Za-z]){_CHANGING}(?![A-Za-z])|(?<=[0-9}}])\s{{0,2}}{_CHANGING_ELSEWHERE}")
 """A word that changes the number beside it."""
+_FOREIGN = r"[^\W\d_A-Za-z]"
+"""A letter that is in no formula: Greek ones are commands by then."""
 _UNIT = (
     rf"(?!(?:{_CHANGING}|and|or|not|mod|choose|times|plus|minus|over|base|sqrt|sin|cos|tan|log|exp)(?![A-Za-z]))"
-    rf"(?:{_SHORT_UNIT}|[A-Za-z]{{3,}}){_EXPONENT}"
+    rf"(?!{_CHANGING_ELSEWHERE})(?>{_SHORT_UNIT}|[^\W\d_]{{3,}}|{_FOREIGN}[^\W\d_]*){_EXPONENT}"
 )
+"""The group is atomic: each of many words has one way to match, so that the time does not double with each."""
 _VALUE = r"((?:[^A-Za-z\\]|(?<=[0-9])[eE](?=[-+]?[0-9])|\\[A-Za-z]+|\\[^A-Za-z])*?[0-9}%])"
 """A number: it has letters only in commands, and an exponent."""
 _WITH_UNIT = re.compile(
-    rf"{_VALUE}(?:(?:\s|\\[,;: ]|~)+|(?={_SHORT_UNIT}))({_UNIT}(?:(?:\s*(?:[/*]|\\cdot)\s*|\.?\s+|-){_UNIT})*)"
+    rf"{_VALUE}(?:(?:\s|\\[,;: ]|~)+|(?={_SHORT_UNIT}|{_FOREIGN}))"
+    rf"({_UNIT}(?:(?:\s*(?:[/*]|\\cdot)\s*|\.?\s+|-){_UNIT})*)"
 )
-_WORDS_OF_NUMBER = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[\s~])*\\(?:text|mathrm|mbox)\s*\{([^{}]*[A-Za-z][^{}]*)\}")
+_WORDS_OF_NUMBER = re.compile(
+    r"(?:(?<=[0-9}])(?:\\[,;: ]|[\s~])*|(?<=/)\s*|(?<=\\cdot)\s*)\\(?:text|mathrm|mbox)\s*\{([^{}]*[^\W\d_][^{}]*)\}"
+)
 _DEGREES = re.compile(
     rf"{_VALUE}\s*(?:\^\s*\{{?\s*\\circ\s*\}}?|\\degree)\s*(?:[CFK]|\\(?:text|mathrm)\{{\s*[CFK]\s*\}})?"
 )

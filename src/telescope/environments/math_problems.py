@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from telescope.environments.base import ChatMessage, RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.hub import hub_rows, uses_own_items
-from telescope.environments.math_notation import normalize_answer
+from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer
 from telescope.environments.math_verifier import read_expression
 from telescope.environments.parsers import (
     extract_boxed_answer,
@@ -37,7 +37,9 @@ ANSWERS_KEY = "_answers"
 """Key of a sample's metadata with all its answers, if there are several."""
 MAX_WORDS = 5
 """Most words of a final answer, such as "all real numbers except 1". No model repeats a sentence word by word."""
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_ASIAN = "\u3040-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"(?<![\\A-Za-z])[^\W\d_{_ASIAN}]{{2,}}|[{_ASIAN}]{{1,4}}")
+"""A word. Chinese and Japanese have no spaces between words."""
 
 _UNREADABLE = (
     (re.compile(r"[{\[]\s*(['\"])\w+\1\s*:.*", re.S), "it is a record; name the field with the answer"),
@@ -135,6 +137,9 @@ class MathEnvironment(SingleTurnEnvironment):
         """Returns how math-verify reads the sample's answer. If there are several, one readable answer is enough."""
         checks = []
         for gold in golds_of(sample):
+            if len(gold) > MAX_CHARACTERS:
+                checks.append(GoldCheck("", f"it is longer than {MAX_CHARACTERS} characters"))
+                continue
             normalized = normalize_answer(gold)
             words = _WORD.findall(normalized)
             texts = [gold, *[normalized] * 3, normalized if len(words) > 2 else ""]

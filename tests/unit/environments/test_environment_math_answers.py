@@ -1,12 +1,15 @@
 """Mathematical answers are compared: equal ones, wrong ones, and attacks on the comparison."""
 # ruff: noqa: RUF001
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.environments import math_verifier
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
+from telescope.environments.math_notation import normalize_answer
 from telescope.environments.parsers import extract_stated_answer, verify_math_answer
 
 
@@ -97,6 +100,10 @@ Choice (B) | B ;; 72 | Total: 72 ;; Result: 72 | 72 ;; Ans = 72 | 72 ;; The resu
 speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
 \frac{5}{9} \approx 0.56 | \frac59 ;; x = 1/3 ≈ 0.33 | 1/3
 3 pm | 3 ;; 25 seconds | 25 ;; 5 half | 5 half
+5元 | 5 ;; 5 元 | 5 ;; 5\text{ 元} | 5元 ;; 15 | 15元 ;; 12\ \text{平方厘米} | 12 ;; 60千米/时 | 60 ;; 5千克 | 5
+5원 | 5 ;; 5 км | 5 ;; 5 м/с | 5 ;; 5 рублей | 5 ;; 5 миллиметров | 5 ;; 5 años | 5 ;; 5 mètres | 5 ;; 5万元 | 5万元
+18 \mathrm{~km} / \mathrm{h} | 18 ;; 18 km/h | 18 \mathrm{~km} / \mathrm{h} ;; 2 | 2 \mathrm{~m} / \mathrm{s}^{2}
+9.8 \mathrm{~m} \cdot \mathrm{s}^{-2} | 9.8
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -113,6 +120,8 @@ True | False ;; true | 1 ;; 1 | true ;; 1.\overline{27} | 1.27 ;; 10^3 | 103 ;; 
 not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5 ;; 3 am | 3 pm ;; 3 a.m. | 3 PM ;; 5 half | 5 ;; 5 halves | 5
 5 sixths | 5 ;; 3 quarters | 3 ;; 5 degrees below zero | 5 ;; 5 less | 5 ;; 9 negative | 9 ;; 5th root | 5
 8 \cdot 70/8 \approx 70 | 70 ;; 1 \approx 2 | 2
+5元 | 6 ;; 5万元 | 5 ;; 5千 | 5 ;; 3个半 | 3 ;; 5元3角 | 5 ;; 5만원 | 5 ;; 5 млн | 5 ;; 5 тысяч | 5 ;; 5 millions | 5
+5 or 6个 | 5 ;; 1/\mathrm{e} | 1
 5 | 5 thirds ;; 5 more | 5 ;; C. 2 | B ;; B. 2 or C. 3 | B ;; A) B | B ;; (A) 2, (B) 3 | A ;; Total: 73 | 72
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
@@ -134,6 +143,13 @@ def test_a_right_answer_is_rewarded_in_every_notation(answer, expected):
 @pytest.mark.parametrize(("answer", "expected"), pairs(WRONG))
 def test_no_notation_makes_a_wrong_answer_right(answer, expected):
     assert not is_rewarded(answer, expected)
+
+
+@pytest.mark.parametrize("word", ["min ", "deg ", "sec/", "слово ", "元 "])
+def test_a_unit_that_a_model_repeats_is_read_at_once(word):
+    started_at = time.monotonic()
+    normalize_answer(f"5 {word * 150}!")
+    assert time.monotonic() - started_at < 1.0
 
 
 STYLES = st.sampled_from([

@@ -90,6 +90,8 @@ def test_an_environment_without_a_notion_of_its_golds_is_silent(dataset):
         ("answer = 72", None), ("10:30 AM", None),
         ("all real numbers except 1", None), ("June 20", None), ("3 hours 30 minutes", None), ("AB = 5", None),
         ("x = 5", None), (r"\{1, 2\}", None), ("$18.90", None), ("3:2", None), ("Monday", None), ("72 clips", None),
+        ("15元", None), ("是", None), ("예", None), ("понедельник", None), ("word " * 400, "longer than 1000"),
+        ("小明有十五个苹果、小红有三个苹果、所以他们一共有十八个苹果。", "sentence"),
     ],
 )  # fmt: skip
 def test_a_gold_is_readable_if_a_right_answer_can_equal_it(gold, problem):
