@@ -103,7 +103,7 @@ speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
 5元 | 5 ;; 5 元 | 5 ;; 5\text{ 元} | 5元 ;; 15 | 15元 ;; 12\ \text{平方厘米} | 12 ;; 60千米/时 | 60 ;; 5千克 | 5
 5원 | 5 ;; 5 км | 5 ;; 5 м/с | 5 ;; 5 рублей | 5 ;; 5 миллиметров | 5 ;; 5 años | 5 ;; 5 mètres | 5 ;; 5万元 | 5万元
 18 \mathrm{~km} / \mathrm{h} | 18 ;; 18 km/h | 18 \mathrm{~km} / \mathrm{h} ;; 2 | 2 \mathrm{~m} / \mathrm{s}^{2}
-9.8 \mathrm{~m} \cdot \mathrm{s}^{-2} | 9.8
+9.8 \mathrm{~m} \cdot \mathrm{s}^{-2} | 9.8 ;; y = -\frac{2}{3}x + \frac{5}{3} | 2x+3y-5=0
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -121,7 +121,7 @@ not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5 ;; 3 am | 3 pm ;; 3 a.m. |
 5 sixths | 5 ;; 3 quarters | 3 ;; 5 degrees below zero | 5 ;; 5 less | 5 ;; 9 negative | 9 ;; 5th root | 5
 8 \cdot 70/8 \approx 70 | 70 ;; 1 \approx 2 | 2
 5元 | 6 ;; 5万元 | 5 ;; 5千 | 5 ;; 3个半 | 3 ;; 5元3角 | 5 ;; 5만원 | 5 ;; 5 млн | 5 ;; 5 тысяч | 5 ;; 5 millions | 5
-5 or 6个 | 5 ;; 1/\mathrm{e} | 1
+5 or 6个 | 5 ;; 1/\mathrm{e} | 1 ;; 2x+3y+5=0 | 2x+3y-5=0
 5 | 5 thirds ;; 5 more | 5 ;; C. 2 | B ;; B. 2 or C. 3 | B ;; A) B | B ;; (A) 2, (B) 3 | A ;; Total: 73 | 72
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""

@@ -65,7 +65,8 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
         return _plain(to_latex(answer)) == _plain(to_latex(expected)) or not _is_copied(answer, problem)
     if _kinds(normalize_answer(answer)) - _kinds(normalize_answer(expected)):
         return False
-    if _is_number(expected_text) and not _is_number(answer_text):
+    is_equation = re.search(r"[A-Za-z].*[-+]|[-+].*[A-Za-z]", expected_text.rpartition("=")[0])  # 2x+3y-5=0, not x=5
+    if _is_number(expected_text) and not is_equation and not _is_number(answer_text):
         return False
     return not _is_copied(answer, problem)
 
