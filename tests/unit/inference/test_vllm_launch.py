@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from tests.model_folder import write_model_folder
 
 from telescope.config import TelescopeConfig, load_config
@@ -21,6 +22,14 @@ from telescope.inference.vllm.start_log import hint_for
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE
 
 ADDRESS = Address(0, "127.0.0.1", 8100, "a-run-secret")
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path_factory, monkeypatch) -> Path:
+    """Returns an empty cache of the hub. The hub itself cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+    return Path(constants.HF_HUB_CACHE)
 
 
 def config(**fields: Any) -> TelescopeConfig:
@@ -126,6 +135,23 @@ def test_a_wrapper_is_served_for_text_alone(tmp_path):
         command = launch_on_gpu(tmp_path, str(model), None)
         assert ("--limit-mm-per-prompt" in command.arguments) is has_flag
         assert not has_flag or set(json.loads(value_of(command, "--limit-mm-per-prompt")).values()) == {0}
+
+
+@pytest.mark.parametrize(("fields", "flag"), [
+    ({"model_type": "gemma3", "text_config": {}}, "--limit-mm-per-prompt"),
+    ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64}, "--moe-backend"),
+    ({"max_position_embeddings": 4096}, "--gpu-memory-utilization"),
+])  # fmt: skip
+def test_a_hub_model_is_served_like_its_folder(fields, flag, tmp_path, hub_cache):
+    folder = write_model_folder(tmp_path / "m", **fields)
+    snapshots = hub_cache / "models--some--model" / "snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / "abc").symlink_to(folder)
+    (snapshots.parent / "refs").mkdir()
+    (snapshots.parent / "refs" / "main").write_text("abc")
+    from_hub, local = (launch_on_gpu(tmp_path, model, 1 << 30) for model in ("some/model", str(folder)))
+    assert value_of(from_hub, flag) == value_of(local, flag)
+    assert from_hub.environment == local.environment
 
 
 def test_the_workers_of_a_server_meet_on_loopback(tmp_path, monkeypatch):

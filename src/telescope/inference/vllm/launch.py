@@ -34,6 +34,7 @@ from telescope.config.memory import (
     plan_staging,
 )
 from telescope.config.model_shape import ModelShape, known_shape
+from telescope.config.model_source import is_local_path
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, LaunchCommand
@@ -280,18 +281,27 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """Returns the model's shape if it is known without asking the hub."""
+    """Returns the model's shape, or None if it is not known."""
     config = _config_of(model)
     return known_shape(model) if config is None else ModelShape.from_config(config)
 
 
 def wraps_text_model(model: str) -> bool:
-    """Returns whether a local model has parts for other media around its language model."""
+    """Returns whether the model has parts for other media around its language model."""
     return isinstance((_config_of(model) or {}).get("text_config"), dict)
 
 
 def _config_of(model: str) -> dict[str, Any] | None:
+    """Returns a model's `config.json`, for a hub id from the cache or the hub. None if there is none."""
     path = Path(model) / "config.json"
+    if not is_local_path(model):
+        import huggingface_hub
+
+        try:
+            cached = huggingface_hub.try_to_load_from_cache(model, path.name)
+            path = Path(cached if isinstance(cached, str) else huggingface_hub.hf_hub_download(model, path.name))
+        except (OSError, ValueError):  # vLLM names the problem
+            return None
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
