@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from telescope.config.model_contents import safetensors_tensors
-from telescope.config.model_source import is_downloaded, is_local_path
+from telescope.config.model_source import META_SUFFIXES, is_downloaded, is_local_path
 from telescope.errors import UserError
 from telescope.utils.digests import damage, digests_of
 from telescope.utils.text import single_line, user_path
@@ -96,7 +96,7 @@ def model_folder(model: str, *, local: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        patterns = [f"*{suffix}" for suffix in (".safetensors", *META_SUFFIXES)]
         return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=local))
     except (OSError, ValueError) as error:
         reason = single_line(str(error)).rstrip(".")

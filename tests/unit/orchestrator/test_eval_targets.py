@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import yaml
 from tests.model_folder import write_model_folder
@@ -75,6 +76,19 @@ def test_models_and_listed_checkpoints_are_measured_too_each_once(run, tmp_path)
     assert [(t.step, t.is_native) for t in targets] == [(None, False), (2, True), (7, False), (10, True)]
     assert targets[0].run_config() == {"temperature": 0.5, "checkpoint_dir": None}, "the run's final model"
     assert targets[2].run_config() is None
+
+
+def test_a_hub_model_is_downloaded_with_its_own_code(tmp_path, monkeypatch):
+    files = {"config.json", "model.safetensors", "modeling_own.py", "vocabulary.tiktoken", "tokenizer.model"}
+
+    def download(model, allow_patterns, local_files_only):
+        for name in huggingface_hub.utils.filter_repo_objects([*files, "photo.png"], allow_patterns=allow_patterns):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (target,) = find_targets(EvalCommand(), ["some/model"])
+    assert {file.name for file in target.path.iterdir()} == files
 
 
 def test_a_converted_checkpoint_is_the_checkpoint_and_another_model_is_not(run, tmp_path):
