@@ -271,9 +271,8 @@ def check_shared_memory(config: TelescopeConfig) -> str:
     """Checks the shared memory for queues between servers and workers."""
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(f"{SHARED_MEMORY} is missing. Mount a tmpfs there: Ray and vLLM need it")
-    has_queue = config.inference_tensor_parallel_size > 1 or _device(config) == "cpu"
     needed, free = config.num_inference_servers * VLLM_QUEUE_BYTES, shutil.disk_usage(SHARED_MEMORY).free
-    if has_queue and free < needed:
+    if config.inference_tensor_parallel_size > 1 and free < needed:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, and {pluralize(config.num_inference_servers, 'server')} of "
             f"vLLM need {needed >> 20} MiB. Start the container with more, such as `docker run --shm-size=16g`, or "

@@ -143,10 +143,13 @@ def test_every_check_is_among_those_that_a_run_makes():
 
 def test_shared_memory_below_what_the_servers_need_is_refused(monkeypatch):
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    message = message_of(preflight.check_shared_memory, config(device="cpu", inference_num_workers=2))
+    divided = {"inference_num_workers": 4, "inference_tensor_parallel_size": 2}
+    message = message_of(preflight.check_shared_memory, config(**divided))
     assert message.startswith("/dev/shm has 64 MiB free, and 2 servers of vLLM need 320 MiB. Start the container with")
+    for device in ("cpu", "cuda"):  # a worker in the process of its engine has no queue
+        preflight.check_shared_memory(config(device=device))
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
-    preflight.check_shared_memory(config(device="cpu"))
+    preflight.check_shared_memory(config(**divided))
 
 
 @pytest.mark.parametrize(
