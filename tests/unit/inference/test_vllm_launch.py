@@ -15,7 +15,7 @@ from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, LaunchCommand
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.launch import kv_cache_gib, launch_command, shape_of
+from telescope.inference.vllm.launch import kv_cache_gib, launch_command, read_config, shape_of
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.start_log import hint_for
@@ -199,13 +199,13 @@ def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory():
     assert kv_cache_gib(config(**fields), None, 2**40) == 4.0
 
 
-def test_shape_of_a_nested_and_of_an_absent_model(tmp_path):
+def test_shape_of_a_nested_and_of_an_absent_model():
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": sizes}))
-    shape = shape_of(str(tmp_path))
+    shape = shape_of("m", {"model_type": "x", "text_config": sizes})
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
-    assert shape_of("someone/some-model") is None
+    for model in ("someone/some-model", "./nowhere"):
+        assert shape_of(model, read_config(model)) is None
 
 
 @pytest.mark.parametrize(("log", "fix"), [

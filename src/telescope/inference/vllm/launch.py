@@ -92,7 +92,7 @@ def start_command(
     memory = None if on_cpu else min(visible_gpu_memory(), default=None)
     kv_cache_bytes = None
     if earlier_log is not None and config.share_gpus and not on_cpu:
-        shape, estimate = shape_of(model), None
+        shape, estimate = shape_of(model, read_config(model)), None
         if shape is not None and memory is not None:
             estimate = estimate_memory(config, shape, device_memory_bytes=memory).engine
         kv_cache_bytes = kv_cache_of_a_restart(earlier_log, estimate)
@@ -130,6 +130,8 @@ def launch_command(
     leaves no memory for a sequence.
     """
     version = support.check_supported(vllm_version)
+    model_config = read_config(model)
+    shape = shape_of(model, model_config)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--host", address.host, "--port", str(address.port)]
     arguments += ["--model", model, "--served-model-name", config.model]
@@ -164,7 +166,6 @@ def launch_command(
         arguments.append("--enforce-eager")
     staging = StagingPlan(0)
     if not on_cpu:
-        shape = shape_of(model)
         if shape is not None and shape.num_experts:
             # vLLM's own choice on Hopper. Other backends keep experts in layouts that reload and probe do not support.
             arguments += ["--moe-backend", "triton"]
@@ -181,12 +182,13 @@ def launch_command(
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
-    if wraps_text_model(model):  # rollouts are text: towers for images and sound would only waste memory
+    if isinstance((model_config or {}).get("text_config"), dict):
+        # Rollouts are text: the probe refuses towers for images and sound, since the trainer does not send them.
         arguments += ["--limit-mm-per-prompt", json.dumps(dict.fromkeys(("image", "video", "audio"), 0))]
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
-    environment = _environment(config, address.secret, model, on_cpu=on_cpu, restarted=restarted)
+    environment = _environment(config, address.secret, shape, on_cpu=on_cpu, restarted=restarted)
     if config.router_replay and version >= support.ROUTES_BY_V2_SINCE:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     environment[TRANSFER_VARIABLE] = config.weight_transfer
@@ -239,7 +241,9 @@ def _chat_arguments(config: TelescopeConfig, directory: Path) -> list[str]:
     return arguments
 
 
-def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bool, restarted: bool) -> dict[str, str]:
+def _environment(
+    config: TelescopeConfig, secret: str, shape: ModelShape | None, *, on_cpu: bool, restarted: bool
+) -> dict[str, str]:
     environment = {
         SECRET_VARIABLE: secret,
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates and collective RPC
@@ -267,7 +271,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
             # Per worker, because each has its share of the heads.
             "VLLM_CPU_KVCACHE_SPACE": str(
-                math.ceil(kv_cache_gib(config, shape_of(model)) / config.inference_tensor_parallel_size)
+                math.ceil(kv_cache_gib(config, shape) / config.inference_tensor_parallel_size)
             ),
         }
         if config.inference_tensor_parallel_size == 1:
@@ -280,18 +284,12 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
     return environment
 
 
-def shape_of(model: str) -> ModelShape | None:
-    """Returns the model's shape, or None if it is not known."""
-    config = _config_of(model)
-    return known_shape(model) if config is None else ModelShape.from_config(config)
+def shape_of(model: str, model_config: dict[str, Any] | None) -> ModelShape | None:
+    """Returns the shape of a model with this `config.json`. None if it is not known."""
+    return known_shape(model) if model_config is None else ModelShape.from_config(model_config)
 
 
-def wraps_text_model(model: str) -> bool:
-    """Returns whether the model has parts for other media around its language model."""
-    return isinstance((_config_of(model) or {}).get("text_config"), dict)
-
-
-def _config_of(model: str) -> dict[str, Any] | None:
+def read_config(model: str) -> dict[str, Any] | None:
     """Returns a model's `config.json`, for a hub id from the cache or the hub. None if there is none."""
     path = Path(model) / "config.json"
     if not is_local_path(model):
