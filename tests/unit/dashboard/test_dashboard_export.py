@@ -4,10 +4,11 @@ import base64
 import gzip
 import json
 import re
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS
+from tests.unit.dashboard.conftest import NUM_STEPS, write_run
 
 from telescope.cli.ui import export as export_command
 from telescope.dashboard import export
@@ -143,6 +144,16 @@ def test_the_menu_saves_the_file(root, static):
     answer = client.get("/api/runs/below~second/export")
     assert answer.headers["content-disposition"] == 'attachment; filename="below_second.html"'
     assert payload(answer.content)["content"]["run"] == "below~second"
+
+
+def test_downloads_of_a_run_have_its_name_in_any_script(tmp_path, static):
+    write_run(tmp_path / "runs" / "実験 ä", "grpo")
+    client = TestClient(create_app([tmp_path / "runs"], static=static), base_url="http://localhost")
+    for path, end in (("export", ".html"), ("samples.jsonl", "-samples.jsonl")):
+        answer = client.get(f"/api/runs/実験 ä/{path}")
+        assert answer.status_code == 200
+        coded = f"filename*=UTF-8''{quote('実験_ä')}{end}"
+        assert answer.headers["content-disposition"] == f'attachment; filename="_{end}"; {coded}'
 
 
 def test_without_built_pages_the_file_is_refused(root, tmp_path):

@@ -7,7 +7,9 @@ the registry knows, so no parameter becomes a path.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from fastapi import Depends, HTTPException, Query, Request
 from fastapi.responses import Response
@@ -59,6 +61,14 @@ def check_parameters(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             raise HTTPException(400, f"There is no parameter {name!r} here. The parameters are {', '.join(known)}.")
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Returns the headers of a download. Headers are Latin-1, so another name is also given as in RFC 5987."""
+    safe = re.sub(r"[^\w.-]+", "_", name)
+    plain = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
+    encoded = "" if plain == safe else f"; filename*=UTF-8''{quote(safe)}"
+    return {"Content-Disposition": f'attachment; filename="{plain}"{encoded}', "Cache-Control": "no-store"}
 
 
 class Reply(Response):

@@ -1,13 +1,12 @@
 """Defines addresses for runs: the list, one run, its steps, health and code, events, comparison."""
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from telescope.dashboard import code, models, row_models, runs
-from telescope.dashboard.api import Integer, Reply, Row, Runs, Store
+from telescope.dashboard.api import Integer, Reply, Row, Runs, Store, attachment
 from telescope.dashboard.architecture import architecture_of
 from telescope.dashboard.changes import changes as changes_of
 from telescope.dashboard.costs import costs as costs_of
@@ -79,10 +78,8 @@ def costs(request: Request, store: Store) -> Reply:
 
 @router.get("/runs/{run}/export", response_class=Response, summary="The run as one HTML file")
 def export(request: Request, registry: Runs, run: str) -> Response:
-    name = re.sub(r"[^\w.-]+", "_", run, flags=re.ASCII)
-    headers = {"Content-Disposition": f'attachment; filename="{name}.html"', "Cache-Control": "no-store"}
     content = export_run(registry, run, request.app.state.static)
-    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+    return Response(content, media_type="text/html; charset=utf-8", headers=attachment(f"{run}.html"))
 
 
 @router.get("/compare", response_model=models.Comparison, summary="Differences between runs")

@@ -1,6 +1,5 @@
 """Defines addresses for samples: groups, search, one sample, distributions, evals."""
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -8,9 +7,7 @@ from fastapi.responses import StreamingResponse
 
 from telescope.dashboard import curves, rollouts, row_models
 from telescope.dashboard import samples as samples_of
-from telescope.dashboard.api import Integer, Reply, Store
-
-FILE_NAME = re.compile(r"[^\w.~-]")
+from telescope.dashboard.api import Integer, Reply, Store, attachment
 
 router = APIRouter(prefix="/api/runs/{run}", tags=["Samples"])
 
@@ -33,11 +30,7 @@ def prompts(request: Request, store: Store, query: Annotated[samples_of.PromptQu
 @router.get("/samples.jsonl", response_class=StreamingResponse, summary="Whole samples as lines of JSON")
 def export(run: str, store: Store, query: Annotated[samples_of.ExportQuery, Query()]) -> StreamingResponse:
     total, lines = samples_of.export(store, query)
-    headers = {
-        "Content-Disposition": f'attachment; filename="{FILE_NAME.sub("_", run)}-samples.jsonl"',
-        "X-Total-Count": str(total),
-        "Cache-Control": "no-store",
-    }
+    headers = attachment(f"{run}-samples.jsonl") | {"X-Total-Count": str(total)}
     return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
 
