@@ -31,7 +31,9 @@ NUM_PORTS = 100  # number of ports that are tried, beginning with the wanted por
 
 LAST_PORT = 65_535
 
-PROJECT = re.compile(r"^(?:https?://[^/]+/(?:wandb/)?)?(?!\.)([\w.-]+)/([\w.-]+)(?:/(?:runs|table|workspace).*)?/?$")
+PROJECT = re.compile(
+    r"^(https?://[^/]+/(?:wandb/)?)?(?!\.)([\w.-]+)/([\w.-]+)(?(1)(?:[/?#].*)?|(?:/(?:runs|table|workspace).*)?/?)$"
+)
 """Matches a W&B project or its address in a browser."""
 
 CLOSE_SECONDS = 1  # How long running requests may take after Ctrl-C. Open pages reconnect by themselves.
@@ -178,7 +180,7 @@ def choose_places(places: list[str], root: Path | None) -> tuple[list[Path], lis
         if folder.is_dir():
             folders.append(folder)
         elif project is not None and place in places:
-            projects.append((project[1], project[2]))
+            projects.append((project[2], project[3]))
         else:
             hint = "`telescope train --config F` creates a run there; --root names another folder of runs."
             raise UserError(f"{place!r} is neither a folder nor a W&B project as ENTITY/PROJECT. {hint}")

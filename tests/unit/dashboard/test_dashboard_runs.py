@@ -304,6 +304,11 @@ def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_pa
     assert address("127.0.0.1", 8005, None, "a~b c") == "http://localhost:8005/#/a~b%20c/overview"
 
 
+@pytest.mark.parametrize("end", ["", "/", "/workspace", "?nw=nwuserme", "/sweeps/abc", "/overview#a"])
+def test_a_project_is_named_by_any_address_of_it_in_a_browser(end):
+    assert choose_places([f"https://wandb.ai/me/math{end}"], None) == ([], [("me", "math")])
+
+
 def test_a_folder_that_the_first_run_makes_is_shown_without_a_problem(tmp_path):
     client = TestClient(create_app([tmp_path / "runs"]), base_url="http://localhost")
     list_of_runs = client.get("/api/runs").json()

@@ -4,7 +4,7 @@ import { choose, parseProject } from "./projects";
 test("a project is named by entity and project, or by its address", () => {
   expect(parseProject(" me/math ")).toBe("me/math");
   expect(parseProject("https://wandb.ai/me/math/runs/abc?nw=1")).toBe("me/math");
-  expect(parseProject("https://wandb.ai/me/math/workspace")).toBe("me/math");
+  for (const end of ["", "/", "/workspace", "?nw=nwuserme", "/sweeps/abc", "/overview#a"]) expect(parseProject(`https://wandb.ai/me/math${end}`)).toBe("me/math");
   for (const text of ["", "math", "me/math/sweep", "a/b/c", "me/m th"]) expect(parseProject(text)).toBeNull();
 });
 

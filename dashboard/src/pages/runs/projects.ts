@@ -5,12 +5,12 @@ export interface Choice {
   removed?: string[];
 }
 
-const PROJECT = /^(?:https?:\/\/[^/]+\/(?:wandb\/)?)?([\w.-]+)\/([\w.-]+)(?:\/(?:runs|table|workspace).*)?\/?$/;
+const PROJECT = /^(?:https?:\/\/[^/]+\/(?:wandb\/)?([\w.-]+)\/([\w.-]+)(?:[/?#].*)?|([\w.-]+)\/([\w.-]+)(?:\/(?:runs|table|workspace).*)?\/?)$/;
 
 /** Parses ENTITY/PROJECT or the address of a W&B project; null if it is neither. */
 export function parseProject(text: string): string | null {
   const match = PROJECT.exec(text.trim());
-  return match && `${match[1]}/${match[2]}`;
+  return match && `${match[1] ?? match[3]}/${match[2] ?? match[4]}`;
 }
 
 const without = (list: string[] | undefined, path: string) => (list ?? []).filter((other) => other !== path);
