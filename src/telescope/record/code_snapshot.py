@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 GIT_SECONDS = 5.0
 """Deadline of a git command, so that a slow network drive does not delay the start."""
 
+DIFF = (
+    *("-c", "core.quotePath=false", "diff", "HEAD", "--no-color", "--no-ext-diff"),
+    *("--src-prefix=a/", "--dst-prefix=b/"),
+)
+"""Git's own format with names in UTF-8, whatever the user's configuration of Git is."""
+
 DIFF_SECONDS = 60.0
 """Deadline of a git command of the snapshot. Nothing waits for it."""
 
@@ -107,7 +113,7 @@ class CodeSnapshot:
     def _diff(self, root: Path) -> str:
         excluded = [f":(exclude,glob)**/{pattern}" for pattern in (*SECRETS, *self.exclude)]
         try:
-            text = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *excluded, seconds=DIFF_SECONDS)
+            text = _git(root, *DIFF, "--", ".", *excluded, seconds=DIFF_SECONDS)
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
             self.left_out.append(f"changes.diff ({error})")
             return ""

@@ -61,6 +61,16 @@ def test_the_snapshot_has_tracked_and_new_sources_and_the_changes(checkout: Path
     assert left_out == ["sources/big.py (3000 bytes)"]
 
 
+@pytest.mark.parametrize("setting", ["diff.mnemonicPrefix=true", "diff.noprefix=true"])
+def test_names_of_changed_files_do_not_depend_on_settings_of_git(checkout: Path, tmp_path: Path, setting: str) -> None:
+    subprocess.run(["git", "-C", str(checkout), "config", *setting.split("=")], check=True)
+    (checkout / "größe.py").write_text("a = 1\n")
+    subprocess.run(["git", "-C", str(checkout), "add", "größe.py"], check=True)
+    changes = snapshot(tmp_path / "attempt-1.tar.gz", checkout)["changes.diff"]
+    assert "diff --git a/größe.py b/größe.py" in changes
+    assert "+++ b/notes.txt" in changes
+
+
 def test_environments_elsewhere_and_an_installed_package_are_copied_too(checkout: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "game").mkdir(parents=True)

@@ -39,6 +39,7 @@ test("files of git have their names and counts", () => {
     ["logo.png", 0, 0],
   ]);
   expect(parseGitDiff(TEXT)[2]!.rows[0]).toMatchObject({ kind: "note" });
+  expect(parseGitDiff("diff --git a/a b.py b/a b.py\n--- a/a b.py\t\n+++ b/a b.py\t\n@@ -1 +1 @@\n-1\n+2\n")[0]!.path).toBe("a b.py");
   expect(parseGitDiff("")).toEqual([]);
 });
 

@@ -49,7 +49,8 @@ export function parseGitDiff(text: string): FileDiff[] {
     .map((part) => {
       const [head = "", ...rest] = part.split("\n");
       const named = rest.find((line) => line.startsWith("+++ ") && line !== "+++ /dev/null") ?? rest.find((line) => line.startsWith("--- "));
-      const path = named ? named.slice(4).replace(/^[ab]\//, "") : (/ b\/(.*)$/.exec(head)?.[1] ?? head);
+      // Git ends the name with a tab if it has a blank.
+      const path = named ? named.slice(4).replace(/^[ab]\//, "").replace(/\t$/, "") : (/ b\/(.*)$/.exec(head)?.[1] ?? head);
       const first = rest.findIndex((line) => line.startsWith("@@"));
       return fileDiff(path, (first >= 0 ? rest.slice(first) : rest).join("\n"));
     });
