@@ -61,6 +61,22 @@ def test_runs_are_filtered_by_a_setting_and_grouped_over_seeds(visitor: Visit):
     expect(rows).to_have_count(4)
 
 
+def test_selecting_a_text_beyond_the_edge_of_its_dialog_does_not_close_it(visitor: Visit):
+    page = visitor.open("first/overview")
+    page.keyboard.press("n")
+    field = page.get_by_label("Note", exact=True)
+    field.fill("not to be lost")
+    box = field.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 80, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(5, box["y"] + 12, steps=4)
+    page.mouse.up()
+    expect(field).to_have_value("not to be lost")
+    page.mouse.click(5, box["y"] + 12)
+    expect(page.locator("dialog[open]")).to_have_count(0)
+
+
 def test_chosen_runs_are_compared(visitor: Visit):
     page = visitor.open("")
     page.keyboard.press("j")

@@ -15,6 +15,8 @@ interface DialogProps {
 
 export function Dialog({ opened, close, title, bare = false, wide = false, full = false, children }: DialogProps) {
   const dialog = useRef<HTMLDialogElement>(null);
+  // A text that is selected beyond the dialog's edge ends in a click beside it.
+  const pressed = useRef<EventTarget>(null);
   useEffect(() => {
     const element = dialog.current!;
     if (opened && !element.open) {
@@ -24,7 +26,7 @@ export function Dialog({ opened, close, title, bare = false, wide = false, full 
     if (!opened && element.open) element.close();
   }, [opened]);
   return (
-    <dialog ref={dialog} className={full ? "full" : wide ? "wide" : undefined} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
+    <dialog ref={dialog} className={full ? "full" : wide ? "wide" : undefined} aria-label={title} onClose={close} onPointerDown={(event) => (pressed.current = event.target)} onClick={(event) => event.target === dialog.current && pressed.current === dialog.current && close()}>
       <div className="in">
         {!bare && (
           <h2>
