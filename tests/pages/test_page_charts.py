@@ -306,3 +306,18 @@ def test_a_chart_that_goes_under_the_pointer_leaves_no_crosshair(visitor: Visit)
     page.wait_for_url("**/metrics**")
     visitor.settle()
     expect(page.locator("figure.chart").first.locator(".v")).to_contain_text("last")
+
+
+def test_a_tap_on_a_chart_selects_the_step_there(browser: Browser, dashboard: DashboardProcess):
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with visit(browser, dashboard.address, **phone) as opened:
+        page = opened.open("first/overview")
+        chart = figure(page, "Entropy").locator(".p")
+        chart.scroll_into_view_if_needed()
+        opened.settle()
+        box = chart.bounding_box()
+        assert box is not None
+        page.touchscreen.tap(box["x"] + box["width"] - 12, box["y"] + box["height"] / 2)
+        page.wait_for_url(f"**step={NUM_STEPS - 1}*")
+        expect(chart.get_by_role("button", name=f"What changed at step {NUM_STEPS - 1}")).to_be_visible()
+        assert opened.problems == []

@@ -59,7 +59,7 @@ export function Chart(props: ChartProps) {
   // No event tells that the pointer left a chart that is gone.
   useEffect(() => () => setCursor(null), []);
 
-  const move = (event: React.PointerEvent) => {
+  const move = (event: React.MouseEvent) => {
     const instance = plot.current;
     if (!instance || drawn.x.length === 0) return;
     const box = instance.over.getBoundingClientRect();
@@ -73,8 +73,10 @@ export function Chart(props: ChartProps) {
   const explain = !embedded && stepOf && metric !== undefined ? (step: number) => go(elsewhere(place(), { page: "changes" }, { step: String(step), metric })) : null;
   const offer = (x: number) => plot.current && explain && setPicked({ step: stepOf!(x), left: plot.current.valToPos(x, "x") + plot.current.bbox.left / devicePixelRatio });
   const click = (event: React.MouseEvent) => {
+    if (Math.abs(event.clientX - pressed.current) >= CLICK_PX) return;
+    move(event); // a finger taps without moving there, and has left the chart before the click
     const { at, selected } = cursorOn(axis);
-    if (at === null || Math.abs(event.clientX - pressed.current) >= CLICK_PX) return;
+    if (at === null) return;
     props.onPick?.(at);
     if (at === selected) setPicked(null);
     else offer(at);
