@@ -19,6 +19,11 @@ test("a reward of many values has bands", () => {
   expect(isTwoValued(distribution([0.2, 0.3], [0.5, 0.4], [0.7, 0.9]))).toBe(false);
 });
 
+test("a run may have more steps than a call takes arguments", () => {
+  const many = new Array<number>(150_000).fill(0);
+  expect(isTwoValued(distribution(many, many, many, 0.5))).toBe(true);
+});
+
 test("seconds on an axis are minutes or hours", () => {
   expect(clock(75)).toBe("1:15");
   expect(clock(3660)).toBe("1:01 h");

@@ -1,5 +1,6 @@
 /** From columns of runs to the lines of a chart, with their bands. */
 
+import { max as largest, min as smallest } from "d3-array";
 import type { Distribution, Value } from "../types";
 import type { Band, Line } from "./props";
 import type { Heat } from "./heat";
@@ -19,15 +20,15 @@ const AT_ENDS = 0.8;
  * Values between two ends have the variance (mean - low)(high - mean) at most, and only two values reach it.
  */
 export function isTwoValued({ step, mean, std, min, max }: Distribution): boolean {
-  const low = Math.min(...min.map((value) => value ?? Infinity));
-  const high = Math.max(...max.map((value) => value ?? -Infinity));
-  let [variance, largest] = [0, 0];
+  const low = smallest(min, (value) => value) ?? 0;
+  const high = largest(max, (value) => value) ?? 0;
+  let [variance, most] = [0, 0];
   step.forEach((_, row) => {
     if (mean[row] == null || std[row] == null) return;
     variance += std[row]! ** 2;
-    largest += (mean[row]! - low) * (high - mean[row]!);
+    most += (mean[row]! - low) * (high - mean[row]!);
   });
-  return high > low && variance >= AT_ENDS * largest;
+  return high > low && variance >= AT_ENDS * most;
 }
 
 /** Returns a column of a distribution on the run's steps. */

@@ -14,6 +14,12 @@ test("a CSV has the measured values of every line", () => {
   expect(reward().lines.map((line) => line.measured ?? line.raw)).toEqual([rewards, rewards]);
 });
 
+test("the gradient norms of all runs together may be more than a call takes arguments", () => {
+  const norms = { ...run, steps: { ...run.steps, metrics: { grad_norm: step.map((i) => 0.02 * i) } } };
+  const many = new Array<DrawnRun>(3000).fill(norms);
+  expect(standardCharts(many, { config: { grad_clip: 1 }, environments } as unknown as RunInfo, undefined).get("gradient")!.high).toBe(1.2);
+});
+
 test("the axis of the reward is as declared, without an end that penalties cross", () => {
   expect([reward().low, reward().high]).toEqual([undefined, 1]);
 });

@@ -1,5 +1,6 @@
 /** The standard charts of the overview. A chart without a value is left out. */
 
+import { max } from "d3-array";
 import type { ChartProps, Line } from "../../charts/props";
 import { bandsOf, linesOf, reached } from "../../charts/data";
 import { declaredRange } from "../../charts/sources";
@@ -108,7 +109,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
   }
 
   const clip = info.config.grad_clip;
-  const largest = Math.max(...runs.flatMap((run) => column(run.steps, "grad_norm").map((value) => value ?? 0)));
+  const largest = max(runs, (run) => max(column(run.steps, "grad_norm"), (value) => value)) ?? 0;
   const marked = typeof clip === "number" && largest > 0.4 * clip;
   simple("gradient", "Gradient norm", marked ? `clip at ${number(clip as number)}` : "", "grad_norm", {
     low: 0,

@@ -1,3 +1,4 @@
+import { extent } from "d3-array";
 import { Fragment, lazy, Suspense, useEffect, useMemo, useRef, useState } from "react";
 import { loaded } from "../../api";
 import { count, duration } from "../../format";
@@ -168,11 +169,8 @@ function leastLikely(tokens: Map<number, Token[]>): { turn: number; index: numbe
 }
 
 function versions(turn: DetailTurn): string | null {
-  const known = (turn.versions ?? []).filter((version): version is number => version !== null);
-  if (known.length === 0) return null;
-  const low = Math.min(...known);
-  const high = Math.max(...known);
-  return low === high ? `version ${low}` : `versions ${low} to ${high}`;
+  const [low, high] = extent(turn.versions ?? []);
+  return low === undefined ? null : low === high ? `version ${low}` : `versions ${low} to ${high}`;
 }
 
 interface LineProps {
