@@ -110,6 +110,22 @@ def test_a_run_in_one_file_opens_without_a_server(browser: Browser, runs: Path, 
         assert {url.split(":")[0] for url in opened.requested} <= {"file", "blob", "data"}
 
 
+def test_a_run_in_one_file_opens_in_a_frame_without_storage(browser: Browser, runs: Path, tmp_path: Path):
+    export(runs / "resumed", tmp_path / "run.html")
+    outer = '<iframe width=1200 height=700 sandbox="allow-scripts" src="http://run.example/">'
+    with visit(browser, "") as opened:
+        opened.page.route("http://outer.example/", lambda route: route.fulfill(body=outer, content_type="text/html"))
+        opened.page.route("http://run.example/", lambda route: route.fulfill(path=tmp_path / "run.html"))
+        opened.page.goto("http://outer.example/")
+        inside = opened.page.frame_locator("iframe")
+        expect(inside.get_by_role("banner")).to_contain_text("exported")
+        inside.get_by_role("button", name="Theme: system").click()
+        expect(inside.locator("html")).to_have_attribute("data-theme", "light")
+        inside.get_by_role("link", name="Metrics").click()
+        expect(inside.locator("main")).to_contain_text("entropy")
+        assert opened.problems == []
+
+
 def test_pages_of_the_file_fit_a_phone(browser: Browser, runs: Path, tmp_path: Path):
     export(runs / "first", tmp_path / "run.html")
     with visit(browser, "", viewport={"width": 390, "height": 844}) as opened:

@@ -21,9 +21,18 @@ function useSystemDark(): boolean {
 
 const known = (text: string | null | undefined): Theme | null => THEMES.find((theme) => theme === text) ?? null;
 
+/** Returns what the storage holds; null where a browser refuses it, as in a frame of another site. */
+function stored<T>(use: () => T): T | null {
+  try {
+    return use();
+  } catch {
+    return null;
+  }
+}
+
 /** Returns the chosen theme and whether the page is dark, and sets the document to it. */
 export function useTheme(): { theme: Theme; dark: boolean } {
-  const theme = known(usePlace().params.theme) ?? known(localStorage.getItem(KEY)) ?? "system";
+  const theme = known(usePlace().params.theme) ?? known(stored(() => localStorage.getItem(KEY))) ?? "system";
   const systemDark = useSystemDark();
   const dark = theme === "dark" || (theme === "system" && systemDark);
   document.documentElement.dataset.theme = dark ? "dark" : "light";
@@ -31,7 +40,7 @@ export function useTheme(): { theme: Theme; dark: boolean } {
 }
 
 export function setTheme(theme: Theme): void {
-  localStorage.setItem(KEY, theme);
+  stored(() => localStorage.setItem(KEY, theme));
   setParams({ theme });
 }
 

@@ -80,8 +80,12 @@ if (typeof window !== "undefined") {
 export function go(place: Place, replace = false): void {
   const hash = format(place);
   if (hash === format(current)) return;
-  if (replace) history.replaceState(null, "", hash);
-  else history.pushState(null, "", hash);
+  try {
+    if (replace) history.replaceState(null, "", hash);
+    else history.pushState(null, "", hash);
+  } catch {
+    location.hash = hash; // Safari allows 100 changes in 10 seconds, and a frame without an origin none
+  }
   changed();
 }
 
