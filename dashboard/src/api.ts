@@ -91,6 +91,8 @@ interface RunEvents {
   /** Called when more of a copy of a run on W&B has come. */
   onRemote(run: string, remote: RemoteCopy): void;
   onConnected(connected: boolean): void;
+  /** Called with the server's words when it asks for the secret of a later start. */
+  onRefused(message: string): void;
 }
 
 const FIRST_RETRY_MS = 1000;
@@ -144,6 +146,8 @@ export function follow(runs: string[], events: RunEvents): () => void {
       events.onConnected(false);
       if (opened.readyState !== EventSource.CLOSED) return expectSoon(); // the browser reconnects, with Last-Event-ID
       clearTimeout(timer);
+      // The stream does not tell why it was closed.
+      get("/api/projects").catch((error) => error instanceof ApiError && error.status === 401 && events.onRefused(error.message));
       timer = setTimeout(connect, wait);
       wait = Math.min(2 * wait, LAST_RETRY_MS);
     };

@@ -21,6 +21,26 @@ from telescope.record.run_info import begin_run, end_run
 from telescope.testing.replay import Replay
 
 
+def test_a_page_says_that_a_restarted_server_has_another_secret(browser: Browser, runs: Path):
+    server = DashboardProcess("--host", "127.0.0.1", "--token", runs)
+    with server, browser.new_context() as context:
+        page, listed = context.new_page(), context.new_page()
+        listed.goto(server.address)
+        expect(listed.get_by_role("link", name="resumed")).to_be_visible()
+        page.goto(f"{server.address.partition('?')[0]}#/resumed/overview")
+        expect(page.get_by_label("Health")).to_be_visible()
+        server.kill()
+        server.start()
+        for told in (page.locator("header .state.bad"), listed.locator(".toolbar")):
+            expect(told).to_contain_text(re.compile("needs the new address|The token is missing or from another start"))
+        page.keyboard.press("g")
+        page.keyboard.press("l")
+        expect(page.locator("main")).to_contain_text("Open the address that `telescope ui` printed")
+        context.new_page().goto(server.address)  # which brings the new secret
+        expect(page.get_by_role("log", name="Log lines")).to_be_visible()
+        expect(page.locator("header .state.bad")).to_have_count(0)
+
+
 class LiveRun:
     """A replayed run of this process, a step at a time."""
 

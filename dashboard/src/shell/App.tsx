@@ -4,7 +4,7 @@ import { Component, type ReactNode, Suspense, useEffect, useState } from "react"
 import { ApiError } from "../api";
 import { embedded } from "../embedded";
 import { ROUTES, routeOf } from "../routes";
-import { useConnection, useEvents, useRemote } from "../state/live";
+import { useConnection, useEvents, useRefusal, useRemote } from "../state/live";
 import { useRunInfo } from "../state/run";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, usePlace } from "../state/url";
@@ -26,6 +26,7 @@ export function App() {
   const info = useRunInfo(place.run);
   const newest = useRemote(place.run);
   const { connected } = useConnection(place.run);
+  const refusal = useRefusal();
   const remote = newest.remote ?? info.data?.info.remote ?? null;
   const isMissing = route?.ofRun === true && remote !== null && remote.phase !== "synced" && !newest.hasSteps;
   const isGone = info.data !== undefined && info.error instanceof ApiError && info.error.status === 404;
@@ -80,7 +81,7 @@ export function App() {
     }
     const Page = route.component;
     return (
-      <Suspense fallback={connected === false ? <Quiet title="The server did not answer." text="This page opens when it does." /> : null}>
+      <Suspense fallback={connected === false ? <Quiet title={refusal ? "The server refuses this page." : "The server did not answer."} text={refusal ?? "This page opens when it does."} /> : null}>
         <Page />
       </Suspense>
     );

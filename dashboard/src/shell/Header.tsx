@@ -5,7 +5,7 @@ import { runPath } from "../api";
 import { embedded } from "../embedded";
 import { moment, statusClass, statusWord } from "../format";
 import { ROUTES } from "../routes";
-import { useBehind } from "../state/live";
+import { useBehind, useRefusal } from "../state/live";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
@@ -19,6 +19,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
   const info = useRunInfo(place.run).data?.info;
   const { status } = useStatus(place.run);
   const behind = useBehind();
+  const refusal = useRefusal();
   const nav = useRef<HTMLElement>(null);
   useEffect(() => {
     // On a phone the pages are a line that scrolls.
@@ -38,9 +39,9 @@ export function Header({ open }: { open: (what: Opened) => void }) {
       <div className="id">
         <b title={place.run ?? undefined}>{info ? visible(info.name) : place.run === null ? "Telescope" : ""}</b>
         {behind !== null && (info || place.run === null) ? (
-          <span className="state bad" role="status" title="The server does not respond. The page shows the last state that it received, and reconnects.">
+          <span className="state bad" role="status" title={refusal ?? "The server does not respond. The page shows the last state that it received, and reconnects."}>
             <i />
-            as of {new Date(behind).toLocaleTimeString("en-GB")}, reconnecting
+            as of {new Date(behind).toLocaleTimeString("en-GB")}, {refusal ? "needs the new address" : "reconnecting"}
           </span>
         ) : (
           place.run !== null &&

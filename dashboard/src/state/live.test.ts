@@ -24,7 +24,16 @@ async function watched(...runs: string[]): Promise<FakeEventSource> {
   return sources.open.at(-1)!;
 }
 
-const quiet = { onTables: () => {}, onStatus: () => {}, onRemote: () => {}, onConnected: () => {} };
+const quiet = { onTables: () => {}, onStatus: () => {}, onRemote: () => {}, onConnected: () => {}, onRefused: () => {} };
+
+test("a stream that is closed because the server has another secret passes on why", async () => {
+  vi.stubGlobal("fetch", async () => new Response(JSON.stringify({ detail: "The token is from another start." }), { status: 401 }));
+  const said: string[] = [];
+  stops.push(follow(["a"], { ...quiet, onRefused: (message) => said.push(message) }));
+  sources.all[0]!.fail(true);
+  await vi.advanceTimersByTimeAsync(1000);
+  expect([said, sources.all.length]).toEqual([["The token is from another start."], 2]);
+});
 
 test("a connection that the browser gives up is opened again, later after each failure", async () => {
   const states: boolean[] = [];

@@ -22,6 +22,8 @@ interface Connection {
   connected: boolean | null;
   /** The time until which the page was up to date, in milliseconds; null while it is. */
   behindSince: number | null;
+  /** Why the server refuses this page; null unless it was started again with another secret. */
+  refusal: string | null;
   /** How often the connection came back: what was read meanwhile may have failed. */
   reconnects: number;
 }
@@ -33,7 +35,7 @@ export const HIDDEN_MS = 30_000;
 const states = new Map<string, RunState>();
 const users = new Map<string, number>();
 const listeners = new Set<() => void>();
-let connection: Connection = { connected: null, behindSince: null, reconnects: 0 };
+let connection: Connection = { connected: null, behindSince: null, refusal: null, reconnects: 0 };
 /** Time of the last response: to a read, or at the start of the stream. */
 let answeredAt = Date.now();
 let failedReads = false;
@@ -66,8 +68,12 @@ const events = {
   onRemote: (run: string, remote: RemoteCopy) => update(run, { remote }),
   onConnected: (connected: boolean) => {
     const back = connected && connection.connected === false;
-    connection = { ...connection, connected, reconnects: connection.reconnects + (back ? 1 : 0) };
+    connection = { ...connection, connected, refusal: connected ? null : connection.refusal, reconnects: connection.reconnects + (back ? 1 : 0) };
     judge(connected);
+  },
+  onRefused: (refusal: string) => {
+    connection = { ...connection, refusal };
+    changed();
   },
 };
 
@@ -170,6 +176,9 @@ export function useRemote(run: string | null): { remote: RemoteCopy | null; hasS
 export const behindSince = (): number | null => connection.behindSince;
 
 export const useBehind = (): number | null => useSyncExternalStore(subscribe, behindSince);
+
+/** Returns why the server refuses the page, in its words; null while it does not. */
+export const useRefusal = (): string | null => useSyncExternalStore(subscribe, () => connection.refusal);
 
 /** Returns the newest status that an event brought, and whether the page is connected (null: not yet). */
 export function useConnection(run: string | null): { status: string | null; connected: boolean | null } {

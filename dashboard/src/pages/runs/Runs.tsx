@@ -2,6 +2,7 @@
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
+import { ApiError } from "../../api";
 import { download } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { count } from "../../format";
@@ -57,7 +58,7 @@ export function Runs() {
   const openProjects = () => setProjectsOpened(true);
   return (
     <>
-      {runs.data.runs.length === 0 ? <Nothing list={runs.data} openProjects={openProjects} /> : <Table list={runs.data} ids={ids} known={known} lost={runs.error !== null} openProjects={openProjects} />}
+      {runs.data.runs.length === 0 ? <Nothing list={runs.data} openProjects={openProjects} /> : <Table list={runs.data} ids={ids} known={known} lost={runs.error} openProjects={openProjects} />}
       {/* Here, so that it stays open when the last project of the list is removed. */}
       <ProjectsDialog opened={projectsOpened} close={() => setProjectsOpened(false)} />
     </>
@@ -86,7 +87,7 @@ function useListParam(name: string): [string[], (list: string[]) => void] {
   return [list, (next) => set(formatList(next))];
 }
 
-function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: string[]; known: Field[]; lost: boolean; openProjects: () => void }) {
+function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: string[]; known: Field[]; lost: Error | null; openProjects: () => void }) {
   const labels = useLabels();
   const [archived, setArchived] = useParam("archived");
   const numArchived = list.runs.filter(labels.isArchived).length;
@@ -172,7 +173,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
           {found.length === all.length ? "" : `${count(found.length)} of `}
           {count(all.length)} {all.length === 1 ? "run" : "runs"}
           {live > 0 ? `, ${count(live)} training now` : ""}
-          {lost && <span className="w">, the server does not answer</span>}
+          {lost && <span className="w">, {lost instanceof ApiError ? lost.message : "the server does not answer"}</span>}
           {labels.error && <span className="w">, {labels.error.message}</span>}
         </span>
         <span className="grow" />
