@@ -27,7 +27,7 @@ export function InFlight({ run, version, size }: { run: string; version: number 
     <div className="gl flight">
       <table>
         <caption className="d">
-          {count(rows.length)} answers of {count(groups.length)} groups, {groups.length > 1 ? "longest first" : ""}
+          {count(rows.length)} {rows.length === 1 ? "answer" : "answers"} of {groups.length === 1 ? "1 group" : `${count(groups.length)} groups, longest first`}
         </caption>
         <thead>
           <tr>
