@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Coroutine
 from contextvars import copy_context
@@ -30,7 +31,7 @@ DESTROY_ATTEMPTS = 3
 FIRST_PAUSE_SECONDS = 1.0
 """Pause after the first failure, doubled after each further one."""
 CHECK_SECONDS = 10.0
-"""A sandbox that has been ready for longer is checked before use."""
+"""A sandbox that has been ready for longer is checked before use, and one that a user released at once."""
 LEAST_LIFE = 0.25
 """Share of its life that a sandbox must have left to be handed out."""
 
@@ -85,8 +86,6 @@ class GenericSandboxPool:
     @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
         """Returns a running sandbox. Raises `SandboxError` if none becomes free within `timeout` seconds."""
-        if not self._is_open:
-            raise SandboxError("the pool of sandboxes has not started, or has ended")
         try:
             async with asyncio.timeout(timeout):
                 return await self._take()
@@ -97,14 +96,18 @@ class GenericSandboxPool:
             raise SandboxError(f"no sandbox of {self.name!r} was free within {timeout:g} s: {in_use}") from None
 
     async def release(self, handle: SandboxHandle, *, reuse: bool = False) -> None:
-        """Returns a sandbox to the pool. It is reused if `reuse` is set here or for the pool, else replaced."""
+        """Returns a sandbox to the pool. It is reused if `reuse` is set here or for the pool, else replaced.
+
+        A caller that sets `reuse` here knows that it is alive. Otherwise it is checked before it is handed out again,
+        because it may have ended during its use.
+        """
         if handle not in self.in_use_sandboxes:
             return
         if not (self._reuse or reuse):
             await self.remove(handle)
             return
         self.in_use_sandboxes.discard(handle)
-        self._ready(handle)
+        self._ready(handle, is_checked=reuse)
 
     async def remove(self, handle: SandboxHandle) -> None:
         """Destroys and replaces a sandbox. Returns at once."""
@@ -131,6 +134,8 @@ class GenericSandboxPool:
     async def _take(self) -> SandboxHandle:
         """Returns a ready sandbox that is alive and has enough lifetime left."""
         while True:
+            if not self._is_open:  # it may end while a sandbox is checked
+                raise SandboxError("the pool of sandboxes has not started, or has ended")
             self._num_waiting += 1
             try:
                 self._refill()
@@ -153,8 +158,8 @@ class GenericSandboxPool:
             logger.info("sandbox %s has ended, or is about to: another one takes its place", found.id)
             await self.remove(found)
 
-    def _ready(self, handle: SandboxHandle) -> None:
-        self._ready_since[handle] = time.monotonic()
+    def _ready(self, handle: SandboxHandle, *, is_checked: bool = True) -> None:
+        self._ready_since[handle] = time.monotonic() if is_checked else -math.inf
         self.ready_queue.put_nowait(handle)
 
     def _refill(self) -> None:

@@ -155,6 +155,16 @@ async def test_a_lost_sandbox_is_replaced_before_anybody_gets_it(service, monkey
     await pool.shutdown()
 
 
+async def test_a_sandbox_that_ended_in_use_is_not_handed_out_again(service):
+    pool = await started(service, 1, reuse=True)
+    lost = await pool.acquire()
+    service.alive.discard(lost.id)
+    await pool.release(lost)
+    handle = await pool.acquire()
+    assert handle is not lost and handle.id in service.alive
+    await pool.shutdown()
+
+
 async def test_a_sandbox_near_its_end_is_replaced(service):
     pool = await started(service, 1)
     (old,) = pool.all_sandboxes
@@ -278,6 +288,33 @@ async def test_one_that_waits_hears_of_the_end(service):
     await pool.shutdown()
     with pytest.raises(SandboxError, match="has ended"):
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_one_that_waits_for_a_check_hears_of_the_end(service, monkeypatch):
+    monkeypatch.setattr(pool_module, "CHECK_SECONDS", 0.0)
+    pool = await started(service, 1)
+    ended = asyncio.Event()
+
+    async def is_alive(_: SandboxHandle) -> bool:
+        return await ended.wait() and False
+
+    monkeypatch.setattr(service, "is_alive", is_alive)
+    waiting = asyncio.ensure_future(pool.acquire())
+    await asyncio.sleep(0)
+    await pool.shutdown()
+    ended.set()
+    with pytest.raises(SandboxError, match="has ended"):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_full_disk_neither_leaks_nor_refuses_a_sandbox(service, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "file"))
+    pool = await started(service, 2)
+    await pool.acquire()
+    await pool.shutdown()
+    assert not service.alive
+    assert len([record for record in caplog.records if "not listed" in record.message]) == 1
 
 
 @pytest.mark.parametrize("values", [
