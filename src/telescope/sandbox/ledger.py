@@ -1,7 +1,7 @@
 """Lists a run's sandboxes in a file, so that none outlives the run.
 
-Invariant: a sandbox is added to the file before it is used, and removed after it is destroyed. `reap` destroys what a
-killed process left, by id and by the label that every sandbox of the run carries.
+Invariant: a sandbox is added to the file before it is used, and removed after it is destroyed, unless the file cannot
+be written. `reap` destroys what a killed process left, by id and by the label that every sandbox of the run carries.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class SandboxLedger:
 
     def __init__(self, directory: Path | None) -> None:
         self.path = None if directory is None else directory / FILE_NAME
+        self._last_error = ""
 
     @classmethod
     def of_process(cls) -> SandboxLedger:
@@ -64,9 +65,14 @@ class SandboxLedger:
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # it may not exist on other nodes
-        with open(self.path, "ab", buffering=0) as file:  # one write per line, so lines of processes do not mix
-            file.write(json.dumps(row).encode() + b"\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may not exist on other nodes
+            with open(self.path, "ab", buffering=0) as file:  # one write per line, so lines of processes do not mix
+                file.write(json.dumps(row).encode() + b"\n")
+        except OSError as error:  # such as a full disk, which does not end a run
+            if str(error) != self._last_error:
+                logger.warning("Sandboxes are not listed, and only found by their label: %s", error)
+            self._last_error = str(error)
 
 
 async def reap(
