@@ -195,7 +195,7 @@ class Server:
                 self.reply(number, 0, (0, b""), (0, b""))
             elif kind == b"read":
                 path, limit = body.split(b"\0")
-                with open(posix.open(path, posix.O_RDONLY | posix.O_NONBLOCK), "rb") as file:
+                with open(path, "rb", opener=lambda path, flags: posix.open(path, flags | posix.O_NONBLOCK)) as file:
                     content = file.read(int(limit) + 1) or b""
                 if len(content) > int(limit):
                     raise OSError(f"it has more than {int(limit)} bytes")

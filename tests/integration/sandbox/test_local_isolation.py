@@ -163,6 +163,14 @@ def test_a_named_pipe_blocks_neither_upload_nor_download(provider, box, run: Run
     assert run_sync(provider.read_bytes(box, "/workspace/pipe")) == b""
 
 
+def test_reading_a_folder_leaves_no_descriptor_open(provider, box, run: Run):
+    count = "ls /proc/1/fd | wc -l"
+    before = run(count).stdout
+    with pytest.raises(SandboxError, match="Is a directory"):
+        run_sync(provider.read_bytes(box, "/tmp"))
+    assert run(count).stdout == before
+
+
 def test_a_flood_of_output_costs_the_host_little_memory(run: Run):
     run("true")
     before = psutil.Process().memory_info().rss
