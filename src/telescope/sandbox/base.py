@@ -65,10 +65,12 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         for name in ("cpu", "memory_mb", "disk_size_gb", "timeout_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)!r} of a sandbox must be above 0, and finite")
-        if self.gpu_count < 0:
-            raise UserError(f"gpu_count={self.gpu_count!r} of a sandbox must not be negative")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"{name}={value!r} of a sandbox must be a number above 0, and finite")
+        if not isinstance(self.gpu_count, int) or self.gpu_count < 0:
+            raise UserError(f"gpu_count={self.gpu_count!r} of a sandbox must be a whole number, not negative")
+        self.environment_vars = {name: str(value) for name, value in self.environment_vars.items()}  # SDKs refuse 1
         for name, value in self.environment_vars.items():
             if not name or "=" in name or "\0" in f"{name}{value}":
                 raise UserError(f"environment_vars of a sandbox has {name!r}={value!r}, which no variable can be")

@@ -249,7 +249,7 @@ class LocalSandboxProvider(SandboxProvider):
         for path in endpoint:
             command += ["--bind", str(path), ENDPOINT]
         for key, value in {**variables, **config.environment_vars}.items():
-            command += ["--setenv", key, str(value)]
+            command += ["--setenv", key, value]
         return command, user
 
     def _warn_of_soft_limits(self, enforced: set[str], user: int | None) -> None:

@@ -320,6 +320,7 @@ async def test_a_full_disk_neither_leaks_nor_refuses_a_sandbox(service, monkeypa
 @pytest.mark.parametrize("values", [
     {"cpu": float("inf")}, {"memory_mb": 0}, {"timeout_seconds": float("nan")}, {"environment_vars": {"A=B": "x"}},
     {"environment_vars": {"A": "x\0y"}}, {"environment_vars": {"": "x"}}, {"docker_image": "debian"},
+    {"memory_mb": "2048"}, {"cpu": None}, {"gpu_count": "1"},
 ])  # fmt: skip
 def test_what_no_sandbox_can_have_is_refused(values):
     with pytest.raises(UserError, match=next(iter(values))):

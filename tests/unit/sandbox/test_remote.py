@@ -116,8 +116,10 @@ def test_older_package_of_daytona_works(machine, monkeypatch):
 @pytest.mark.parametrize("name", CLOUDS)
 async def test_sandbox_gets_what_the_configuration_says(trial, machine, name, monkeypatch):
     monkeypatch.setenv("DEFAULT_DOCKER_IMAGE", "debian:13")
-    config = SandboxConfig(cpu=2, memory_mb=1500, timeout_seconds=90, environment_vars={"A": "b"}, extra={"run": "r"})
+    variables: Any = {"A": 1}
+    config = SandboxConfig(cpu=2, memory_mb=1500, timeout_seconds=90, environment_vars=variables, extra={"run": "r"})
     handle = await trial.provider.create(config)
+    assert machine.boxes[handle.id].variables == {"A": "1"}
     settings = machine.boxes[handle.id].settings
     expected: dict[str, dict[str, object]] = {
         "prime": {"docker_image": "debian:13", "timeout_minutes": 2, "cpu_cores": 2, "memory_gb": 1500 / 1024},
