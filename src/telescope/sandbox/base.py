@@ -137,7 +137,8 @@ class SandboxProvider(ABC):
         step, content = MAX_OUTPUT_BYTES // 2, b""
         while True:  # in chunks, because output is capped
             quoted = shlex.quote(remote_path)
-            command = f"tail -c +{len(content) + 1} -- {quoted} | head -c {step} | base64 -w 0; test -f {quoted}"
+            is_readable = f"test -f {quoted} && test -r {quoted}"  # the exit code of `tail` is lost
+            command = f"tail -c +{len(content) + 1} -- {quoted} | head -c {step} | base64 -w 0; {is_readable}"
             result = await self.execute(handle, command)
             if result.exit_code:
                 raise SandboxError(f"cannot read {remote_path!r} in sandbox {handle.id!r}: {result.stderr.strip()}")
@@ -220,4 +221,5 @@ def get_provider(name: str | None = None, **kwargs: Any) -> SandboxProvider:
     try:
         return found(**kwargs)
     except TypeError as error:
-        raise UserError(f"provider={name!r} cannot be made with {kwargs}: {error}") from error
+        names = ", ".join(kwargs) or "no arguments"  # without their values: one may be a key
+        raise UserError(f"provider={name!r} cannot be made with {names}: {error}") from error

@@ -32,9 +32,8 @@ class Box:
         """Returns the command line and the environment that run a command in the sandbox."""
         isolated = [] if self.network else ["--unshare-net"]
         where = ["--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--bind", str(self.folder), "/tmp"]
-        return ["bwrap", *where, *isolated, "--chdir", "/tmp", "--", *arguments], os.environ | self.variables | {
-            MARK: self.id
-        }
+        line = ["bwrap", *where, *isolated, "--cap-drop", "ALL", "--chdir", "/tmp", "--", *arguments]
+        return line, os.environ | self.variables | {MARK: self.id}
 
     async def run(self, *arguments: str) -> tuple[int, bytes, bytes]:
         """Runs a command. Returns its exit code and both streams."""

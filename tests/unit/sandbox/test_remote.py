@@ -266,6 +266,21 @@ async def test_command_of_quotes_is_not_too_long_for_its_shell(trial, name):
     assert found.stdout.strip() == "20000"
 
 
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", ["docker", "local"])
+async def test_file_that_cannot_be_read_is_not_an_empty_one(trial, name):
+    await trial.output("mkdir /tmp/folder; touch /tmp/locked; chmod 000 /tmp/locked")
+    for path in ("/tmp/folder", "/tmp/locked", "/tmp/missing"):
+        with pytest.raises(SandboxError, match=f"cannot read '{path}'"):
+            await trial.provider.read_bytes(await trial.shared(), path)
+
+
+def test_provider_that_cannot_be_made_keeps_its_key_to_itself():
+    with pytest.raises(UserError, match="cannot be made with api_key: ") as found:
+        get_provider("local", api_key="secret")
+    assert "secret" not in str(found.value)
+
+
 @pytest.mark.parametrize("name", ["docker"])
 async def test_command_with_nul_is_refused(trial, name):
     with pytest.raises(UserError, match="NUL"):
