@@ -51,7 +51,10 @@ START_SECONDS = 30.0
 UNPRIVILEGED_USER = 65534
 """User id that owns no file."""
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
-SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
+SYSTEM_FILES = (
+    "/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ca-certificates",
+    "/etc/localtime",
+)  # fmt: skip
 ENDPOINT = "/run/telescope.sock"
 CLOSED = "the provider of local sandboxes was closed"
 INSTALL = """The sandbox provider 'local' needs bubblewrap. Install it:
