@@ -30,6 +30,7 @@ from telescope.sandbox.errors import (
     SandboxSetupError,
 )
 
+TOO_OLD = ". It needs bubblewrap 0.8 or newer, as Debian 12 and Ubuntu 24.04 have it. Or name another provider."
 MARK_VARIABLE = "TELESCOPE_SANDBOX"
 """Environment variable of bubblewrap itself, outside the sandbox. Has the sandbox's id and its run's label."""
 PYTHON = Path(sys.base_prefix).resolve()
@@ -131,7 +132,8 @@ class LocalSandbox:
             os.set_blocking(self._process.stderr.fileno(), False)
             why = (self._process.stderr.read(2000) or b"").decode(errors="replace").strip()
         if 0 in self._replies and why.startswith("bwrap:"):  # it never ran
-            hint = NO_NAMESPACES if re.search("(?i)permi|namespace", why) else ""
+            is_old = re.search("(?i)unknown option", why)
+            hint = TOO_OLD if is_old else NO_NAMESPACES if re.search("(?i)permi|namespace", why) else ""
             return SandboxSetupError(f"bubblewrap cannot make a sandbox here: {why}{hint}")
         return SandboxNotRunningError(f"{ended}: {why}" if why else f"{ended}: all of its processes were killed")
 

@@ -474,7 +474,7 @@ def test_without_bubblewrap_nothing_runs_and_the_error_names_the_command(monkeyp
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        ("Unknown option --disable-userns", "Unknown option --disable-userns$"),
+        ("Unknown option --disable-userns", r"Unknown option --disable-userns\. It needs bubblewrap 0\.8 or newer"),
         ("No permissions to create new namespace", r"No permissions to create new namespace(.|\n)*AppArmor"),
     ],
 )
