@@ -53,23 +53,31 @@ class Cgroup:
     def __init__(self, name: str, *, memory_bytes: int, num_processes: int, cpu: float) -> None:
         self.folders: list[Path] = []
         self.enforced: set[str] = set()
-        """Limits that the kernel enforces: `memory`, `processes`, `cpu`."""
+        """Limits that the kernel enforces: `memory`, `processes`, `cpu`, `swap`."""
         quota = max(1000, int(cpu * PERIOD_US))
         base = Path(os.environ.get(FOLDER_VARIABLE) or ROOT)
         if (base / "cgroup.controllers").exists():
             with contextlib.suppress(OSError):
                 (base / PARENT).mkdir(exist_ok=True)
-                for folder in (base, base / PARENT):
-                    (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            files = [("memory.max", memory_bytes), ("pids.max", num_processes), ("cpu.max", f"{quota} {PERIOD_US}")]
-            limits = [(base / PARENT / name / file, value) for file, value in files]
+            for folder in (base, base / PARENT):
+                for controller in ("+memory", "+pids", "+cpu"):  # systemd may delegate only some of them
+                    with contextlib.suppress(OSError):
+                        (folder / "cgroup.subtree_control").write_text(controller)
+            folder = base / PARENT / name
+            limits = [
+                (folder / "memory.max", memory_bytes),
+                (folder / "pids.max", num_processes),
+                (folder / "cpu.max", f"{quota} {PERIOD_US}"),
+                (folder / "memory.swap.max", 0),
+            ]
         else:
             limits = [
                 (ROOT / "memory" / PARENT / name / "memory.limit_in_bytes", memory_bytes),
                 (ROOT / "pids" / PARENT / name / "pids.max", num_processes),
                 (ROOT / "cpu" / PARENT / name / "cpu.cfs_quota_us", quota),
+                (ROOT / "memory" / PARENT / name / "memory.memsw.limit_in_bytes", memory_bytes),  # above the memory's
             ]
-        for kind, (path, value) in zip(("memory", "processes", "cpu"), limits, strict=True):
+        for kind, (path, value) in zip(("memory", "processes", "cpu", "swap"), limits, strict=True):
             if not (path.parents[2] / "cgroup.procs").exists():  # no such controller
                 continue
             with contextlib.suppress(OSError):

@@ -530,6 +530,31 @@ def test_limits_go_to_the_delegated_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_
     cgroup = cgroups.Cgroup("local-1-x", memory_bytes=2**20, num_processes=9, cpu=0.5)
     made = tmp_path / "telescope" / "local-1-x"
     assert cgroup.folders == [made]
-    values = {file: (made / file).read_text() for file in ("memory.max", "pids.max", "cpu.max")}
-    assert values == {"memory.max": "1048576", "pids.max": "9", "cpu.max": "50000 100000"}
-    assert (tmp_path / "telescope" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    values = {file: (made / file).read_text() for file in ("memory.max", "pids.max", "cpu.max", "memory.swap.max")}
+    assert values == {"memory.max": "1048576", "pids.max": "9", "cpu.max": "50000 100000", "memory.swap.max": "0"}
+
+
+def test_a_controller_that_is_not_delegated_keeps_no_other_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for file in ("cgroup.controllers", "cgroup.procs"):
+        (tmp_path / file).touch()
+    written: list[str] = []
+
+    def write(path: Path, text: str) -> None:
+        if path.name == "cgroup.subtree_control" and "cpu" in text:
+            raise FileNotFoundError(path)
+        written.append(f"{path.parent.relative_to(tmp_path)} {text}")
+
+    monkeypatch.setenv(cgroups.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(Path, "write_text", write)
+    cgroups.Cgroup("local-1-x", memory_bytes=2**20, num_processes=9, cpu=0.5)
+    assert written[:4] == [". +memory", ". +pids", "telescope +memory", "telescope +pids"]
+
+
+def test_a_sandbox_may_not_swap_with_cgroups_of_version_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Else it could use far more memory than its limit, and slow down the machine."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "cgroup.procs").touch()
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    cgroup = cgroups.Cgroup("local-1-x", memory_bytes=2**24, num_processes=9, cpu=1)
+    limits = [(cgroup.folders[0] / f"memory.{kind}limit_in_bytes").read_text() for kind in ("", "memsw.")]
+    assert limits == [f"{2**24}", f"{2**24}"]
