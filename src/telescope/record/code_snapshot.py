@@ -51,12 +51,13 @@ BUILT_PAGES = "dashboard/static/"
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Returns the commit of the checkout and whether it has uncommitted changes. (None, None) outside a checkout."""
-    try:
-        commit = _git(directory, "rev-parse", "HEAD").strip()
-        return commit, bool(_git(directory, "status", "--porcelain").strip())
-    except (OSError, subprocess.SubprocessError):
+    """Returns the commit of the checkout and whether it has uncommitted changes. Either is None if it is unknown."""
+    if (commit := _line(directory, "rev-parse", "HEAD")) is None:
         return None, None
+    try:
+        return commit, bool(_git(directory, "status", "--porcelain").strip())
+    except (OSError, subprocess.SubprocessError):  # a large folder on a slow drive
+        return commit, None
 
 
 @dataclass

@@ -137,7 +137,7 @@ function codeRows(starts: Start[]): Row[] {
   const row = (name: string, value: (start: Start) => string): Row => ({ name, values: starts.map(value), mono: false });
   return [
     row("started", (start) => moment(start.started_at)),
-    row("commit", (start) => (start.git_commit ? `${start.git_commit.slice(0, 10)}${start.git_dirty ? ", changed" : ", clean"}` : NONE)),
+    row("commit", (start) => (start.git_commit ? `${start.git_commit.slice(0, 10)}${start.git_dirty === null ? "" : start.git_dirty ? ", changed" : ", clean"}` : NONE)),
     row("host", (start) => start.host ?? NONE),
     ...keys((start) => start.versions).map((name) => row(name, (start) => start.versions[name] ?? NONE)),
     ...keys((start) => start.topology).map((name) => row(name, (start) => start.topology[name] ?? NONE)),

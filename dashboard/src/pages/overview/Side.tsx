@@ -190,7 +190,7 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
                 <td className="d">code</td>
                 <td className="r">
                   <a className="link" href={format(elsewhere(place, { page: "code" }, { attempt: String(attempt.attempt) }))}>
-                    {attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty ? ", changed" : ", clean"}` : "files"}
+                    {attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty === null ? "" : attempt.git_dirty ? ", changed" : ", clean"}` : "files"}
                   </a>
                 </td>
               </tr>
