@@ -72,7 +72,7 @@ class CodeSnapshot:
     def write(self, path: Path, start: Path, folders: Sequence[Path]) -> None:
         """Writes the snapshot of the checkout around `start` and of `folders`. Raises `OSError`."""
         path.parent.mkdir(exist_ok=True)  # without parents, so that a removed run directory is not created again
-        root = Path(found) if (found := _line(start, "rev-parse", "--show-toplevel")) else None
+        root = Path(found) if (found := _line(start, "rev-parse", "--show-toplevel", warns=True)) else None
         with replacing(path) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
             if root is not None:
                 # Tracked files, and files that are neither tracked nor ignored.
@@ -156,12 +156,16 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def _line(directory: Path | None, *arguments: str) -> str | None:
+def _line(directory: Path | None, *arguments: str, warns: bool = False) -> str | None:
     if directory is None:
         return None
     try:
         return _git(directory, *arguments).strip() or None
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace")
+        if warns and "dubious ownership" in said:  # a folder of the host in a container
+            why, fix = "their folder belongs to another user", said.strip().splitlines()[-1].strip()
+            logger.warning("The sources of this run are not kept, nor is their commit: %s. Fix: %s", why, fix)
         return None
 
 

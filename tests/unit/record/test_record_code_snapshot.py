@@ -71,6 +71,29 @@ def test_names_of_changed_files_do_not_depend_on_settings_of_git(checkout: Path,
     assert "+++ b/notes.txt" in changes
 
 
+def test_a_slow_status_does_not_hide_the_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+
+    def slow(command: list[str], **options: object) -> object:
+        if "status" in command:
+            raise subprocess.TimeoutExpired(command, 5)
+        return run(command, **options)  # type: ignore[call-overload]
+
+    commit, _ = git_state(checkout)
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert commit and git_state(checkout) == (commit, None)
+
+
+def test_a_checkout_of_another_user_is_a_warning_with_the_fix(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a container has a folder of the host. Such a checkout could make git run its owner's programs."""
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    found = snapshot(tmp_path / "code" / "a.tar.gz", checkout, max_bytes=100_000)
+    assert json.loads(found["git.json"])["commit"] is None
+    assert f"git config --global --add safe.directory {checkout}" in caplog.text
+
+
 def test_environments_elsewhere_and_an_installed_package_are_copied_too(checkout: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "game").mkdir(parents=True)
