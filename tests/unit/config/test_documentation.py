@@ -96,3 +96,9 @@ def test_every_field_that_works_is_read_by_the_code():
         and not any(is_read(p) and f".{name}" in source for p, source in derived.items())
     ]
     assert not unread
+
+
+def test_the_pages_advise_only_to_set_fields_that_exist():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "dashboard" / "src").rglob("*.tsx")]
+    advised = {name for text in sources for name in re.findall(r"\b[Ss]et ([a-z]+(?:_[a-z]+)+)", text)}
+    assert advised <= set(TelescopeConfig.model_fields)

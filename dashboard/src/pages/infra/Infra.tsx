@@ -96,7 +96,7 @@ export function Infra() {
   if (gauges.error && !shown) return <Failure error={gauges.error} />;
   if (!info) return null;
   if (gauges.data && all.length === 0 && live) return <Quiet title="No reading yet." text="Machines, GPUs and servers appear here with their first readings. The page updates by itself." />;
-  if (gauges.data && all.length === 0) return <Quiet title="No gauge was recorded." text="Set enable_system_metrics_logging to record machines and GPUs." />;
+  if (gauges.data && all.length === 0) return <Quiet title="No gauge was recorded." text="The run ended before its first reading, or its files of the table gauges are missing." />;
   return (
     <div className="infra">
       <div className="main">
