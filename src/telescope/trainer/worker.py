@@ -7,10 +7,11 @@ Invariants: every method except `setup` requires `setup`, and is called on all r
 ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that still runs.
 """
 
+import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
 from telescope.utils.timeline import Span
 from telescope.weights.model_folder import ModelOrigin, read_origin, write_origin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +71,8 @@ class Trainer:
         self._idle_since = 0.0
         self._spans_between: list[Span] = []
         """Spans of weight syncs and checkpoints since the last step."""
+        self._left_out: set[str] = set()
+        """Metrics of a user's backend that are no numbers."""
 
     def setup(self) -> TrainerInfo:
         """Connects to the other ranks and loads the model. Raises `UserError` for invalid settings. Collective."""
@@ -156,7 +161,7 @@ class Trainer:
         backend = self.backend
         started = time.time()
         names = ("step", "version", "minibatches", "recorded")
-        metrics = backend.train_step({name: getattr(step_input, name) for name in names})
+        metrics = self._numbers(backend.train_step({name: getattr(step_input, name) for name in names}))
         ended = time.time()
         between = self._spans_between
         timing = {
@@ -176,6 +181,18 @@ class Trainer:
         self._spans_between = []
         self._idle_since = time.time()
         return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Converts metrics, also tensors, to floats. Leaves out what is no number, with one warning for each name."""
+        numbers = {}
+        for name, value in metrics.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                if name not in self._left_out:
+                    logger.warning("train_step returned %.80r for %s, which is left out: no number", value, name)
+                self._left_out.add(name)
+        return numbers
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or the stored dtype.

@@ -282,6 +282,20 @@ def test_a_custom_backend_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch
     sys.modules.pop("own_backend")
 
 
+def test_metrics_of_a_custom_backend_become_numbers(one_rank, monkeypatch, caplog):
+    trainer = one_rank()
+    own = {"tensor": torch.tensor(1.5), "numpy": np.float32(2), "flag": True}
+    own |= {"text": "x", "none": None, "vector": torch.ones(2)}
+    monkeypatch.setattr(trainer.backend, "train_step", lambda trainer_data: own)
+    for step in range(2):
+        metrics = trainer.train_step(packed(make_samples(LENGTHS), step=step)).metrics
+        found = {name: value for name, value in metrics.items() if not name.startswith("timing_")}
+        assert found == {"tensor": 1.5, "numpy": 2.0, "flag": 1.0}
+        assert all(type(value) is float for value in found.values())
+    assert [name for name in own if f"for {name}, which is left out" in caplog.text] == ["text", "none", "vector"]
+    assert len(caplog.records) == 3
+
+
 @pytest.mark.parametrize(("name", "words"), [
     ("nothing", "is unknown"),
     ("no_such_package.x:Y", "cannot be imported.*no_such_package.*PYTHONPATH"),
