@@ -265,6 +265,10 @@ def test_logs_show_the_newest_lines_and_count_the_errors(visitor: Visit, record:
     page.get_by_label("Search all lines").fill(newest[:8])
     matching = rows(record, f"select message from logs where message ilike '%{newest[:8]}%'")
     expect(page.get_by_role("log").locator(".lg")).to_have_count(len(matching))
+    page.get_by_label("Search all lines").fill("")
+    file = rows(record, "select source, count(*) as n from logs where source is not null group by 1 order by n")[0]
+    page.get_by_label("File").select_option(file["source"])
+    expect(page.locator(".logs .end")).to_contain_text(f"{file['n']} line")
 
 
 def test_compared_runs_show_the_settings_that_differ(visitor: Visit, runs: Path):

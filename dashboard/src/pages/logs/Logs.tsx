@@ -188,7 +188,7 @@ export function Logs() {
             </select>
           </label>
         )}
-        {(names.sources.length > known.length || source) && (
+        {(names.sources.length > 1 || source) && (
           <label className="d nb">
             File{" "}
             <select className="source" value={source} onChange={(event) => setParams({ source: event.target.value })}>
