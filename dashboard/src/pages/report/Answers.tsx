@@ -1,6 +1,6 @@
 /** Answers of a run in one file: some steps, some groups of each, and their whole conversations. */
 
-import { useMemo, useState } from "react";
+import { useState } from "react";
 import { count } from "../../format";
 import { embedded } from "../../embedded";
 import { Quiet } from "../../shell/Quiet";
@@ -11,7 +11,7 @@ import { ConversationPane } from "../rollouts/ConversationPane";
 import { GroupList } from "../rollouts/GroupList";
 import { Numbers } from "../rollouts/Numbers";
 import { chosen, moveAnswer, moveGroup } from "../rollouts/select";
-import { rewardScale } from "../rollouts/squares";
+import { rewardScales } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
 import "../panes.css";
 import "../rollouts/rollouts.css";
@@ -29,9 +29,8 @@ export function Answers() {
   const groups = at?.groups ?? [];
   const selected = chosen(groups, sample) ?? chosen(groups, "");
   const group = groups.find((one) => one.id === selected?.group) ?? null;
-  const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
-  const rewards = groups.flatMap((one) => one.samples.map((answer) => answer.reward));
-  const scaleOf = (environment: string | null) => rewardScale(environments.get(environment ?? ""), rewards);
+  const answers = groups.flatMap(({ environment, samples }) => samples.map(({ reward }) => ({ environment, reward })));
+  const scaleOf = rewardScales(info?.environments ?? [], answers);
   const select = (id: string | null) => id && setParams({ sample: id });
   useKeys("Answers", [
     { keys: ["j"], does: "next group", run: () => select(moveGroup(groups, selected?.sample ?? "", 1)) },

@@ -25,7 +25,7 @@ import { Numbers } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
 import { PromptList, PromptPane } from "./Prompts";
 import { Siblings } from "./Siblings";
-import { fillingBy, METRIC, rewardScale, type RewardScale, SQUARES } from "./squares";
+import { fillingBy, METRIC, rewardScales, type RewardScale, SQUARES } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
@@ -90,23 +90,17 @@ export function Rollouts() {
   // Facets of the whole run, whichever answers are listed.
   const metrics = useKept((page.data ?? counts)?.metrics) ?? [];
 
-  const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rows = useRef<SampleRow[]>([]);
-  // Every row of the lists asks for its scale: each environment's is computed once.
+  const inList = list === "groups" ? null : listed;
   const scaleOf = useMemo(() => {
-    const rewards = (groups.data ?? []).flatMap((group) => group.samples.map((one) => one.reward));
-    const scales = new Map<string, RewardScale>();
-    return (environment: string) => {
-      const scale = scales.get(environment) ?? rewardScale(environments.get(environment), rewards);
-      scales.set(environment, scale);
-      return scale;
-    };
-  }, [groups.data, environments]);
+    const answers = (groups.data ?? []).flatMap(({ environment, samples }) => samples.map(({ reward }) => ({ environment, reward })));
+    return rewardScales(info?.environments ?? [], [...answers, ...(inList?.rows ?? [])]);
+  }, [groups.data, inList, info]);
 
   const by = params.squares ?? "reward";
   const filling = useMemo(
-    () => fillingBy(by, scaleOf, [...(groups.data ?? []).flatMap((group) => group.samples), ...(listed?.rows ?? [])]),
-    [by, scaleOf, groups.data, list === "answers" ? listed : null],
+    () => fillingBy(by, scaleOf, [...(groups.data ?? []).flatMap((group) => group.samples), ...(inList?.rows ?? [])]),
+    [by, scaleOf, groups.data, inList],
   );
   const [foldedKeys, setFolded] = useState<ReadonlySet<string>>(new Set());
   const folded: Folded = { keys: foldedKeys, set: setFolded };

@@ -2,7 +2,8 @@ import { expect, test } from "vitest";
 import { flightGroups } from "./flight";
 import { firstTokenRows, timing } from "./Numbers";
 import { answerAddress, chosen, moveAnswer, moveGroup, timeAddress } from "./select";
-import { fate, gini, level, median, rewardScale } from "./squares";
+import { fate, gini, level, median, rewardScale, rewardScales } from "./squares";
+import type { Environment } from "../../types";
 import type { Detail, Group } from "./types";
 
 const group = (id: number, rewards: number[]): Group => ({
@@ -44,6 +45,18 @@ test("only the lowest reward is hollow and only the highest is full", () => {
   const scale = rewardScale(undefined, [0, 1]);
   expect([0, 0.01, 0.5, 0.99, 1].map((reward) => level(reward, scale))).toEqual([0, 1, 2, 3, 4]);
   expect(level(null, scale)).toBeNull();
+});
+
+test("a scale without a declared range is that of the rewards seen, and 0 to 1 for shares", () => {
+  const seen = (...rewards: number[]) => Object.values(rewardScale(undefined, rewards));
+  expect([seen(50, 60), seen(-1, 2), seen(0.2, 0.4), seen(2, 2), seen(-1), seen()]).toEqual([[50, 60], [-1, 2], [0, 1], [0, 2], [-1, 1], [0, 1]]);
+});
+
+test("each environment has its own scale, and that of its eval is another one", () => {
+  const environment = (name: string, purpose: string, reward_max: number | null) => ({ name, purpose, reward_min: 0, reward_max }) as Environment;
+  const environments = [environment("a", "training", 4), environment("a", "eval", 1), environment("b", "training", null), environment("c", "eval", 3)];
+  const scaleOf = rewardScales(environments, [{ environment: "a", reward: 100 }, { environment: "b", reward: 2 }, { environment: "b", reward: 1 }]);
+  expect(["a", "b", "c"].map((name) => scaleOf(name).high)).toEqual([4, 2, 3]);
 });
 
 test("the Gini coefficient follows the documented formula", () => {

@@ -10,12 +10,28 @@ export interface RewardScale {
   high: number;
 }
 
-/** The scale of an environment's rewards: as it declares, else as seen. */
+/** The scale of an environment's rewards: as it declares, else as seen. Rewards of 0 to 1 are seen as that range. */
 export function rewardScale(environment: Environment | undefined, rewards: readonly (number | null)[]): RewardScale {
-  const known = rewards.filter((reward): reward is number => reward !== null);
-  const low = environment?.reward_min ?? Math.min(0, ...known);
-  const high = environment?.reward_max ?? Math.max(1, ...known);
+  const [least = 0, most = 1] = extent(rewards.filter((reward): reward is number => reward !== null));
+  const isShare = least === most || (least >= 0 && most <= 1);
+  const low = environment?.reward_min ?? (isShare ? Math.min(0, least) : least);
+  const high = environment?.reward_max ?? (isShare ? Math.max(1, most) : most);
   return high > low ? { low, high } : { low, high: low + 1 };
+}
+
+/** Returns the scale of each environment, by its own answers. An eval may have the name of an environment that is trained on. */
+export function rewardScales(environments: readonly Environment[], answers: readonly { environment: string | null; reward: Value }[]): (environment: string | null) => RewardScale {
+  const scales = new Map<string | null, RewardScale>();
+  const made = (name: string | null): RewardScale => {
+    const own = environments.filter((one) => one.name === name);
+    const declared = own.find((one) => one.purpose === "training") ?? own[0];
+    return rewardScale(declared, answers.filter((one) => one.environment === name).map((one) => one.reward));
+  };
+  return (name) => {
+    const scale = scales.get(name) ?? made(name);
+    scales.set(name, scale);
+    return scale;
+  };
 }
 
 /** Level of the ramp from 0 (hollow) to 4 (full); only the lowest reward is hollow and only the highest full. */
