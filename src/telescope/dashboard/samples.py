@@ -173,7 +173,9 @@ def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
         raise UserError(f"Use one of {', '.join(PROMPT_SORTS)} as sort, and one of {', '.join(MARKS)} as mark.")
     store.refresh("environments")
     by_prompt = """
-        WITH declared AS (SELECT name AS environment, max(reward_max) AS most FROM environments GROUP BY ALL),
+        WITH declared AS (SELECT name AS environment, max(reward_max) AS most FROM environments
+            WHERE purpose = 'training' OR name NOT IN (SELECT name FROM environments WHERE purpose = 'training')
+            GROUP BY ALL),
         highest AS (SELECT environment, coalesce(any_value(most), max(reward)) AS most
             FROM samples LEFT JOIN declared USING (environment) GROUP BY environment),
         by_step AS (SELECT prompt_key, environment, step, count(*) AS n, sum(reward) AS total,

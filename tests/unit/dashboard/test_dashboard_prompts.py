@@ -35,6 +35,18 @@ def test_a_prompt_has_the_pass_rate_of_its_answers_by_step(client):
     assert one["prompt"] == "Make 4 of 100 % of the numbers"
 
 
+def test_the_highest_reward_is_that_of_the_training_entry_and_not_of_its_eval(tmp_path):
+    declared = [("math", "training", 1.0), ("math", "eval", 2.0), ("riddles", "eval", 2.0)]
+    with Recorder(tmp_path / "run") as recorder:
+        for key, (name, purpose, most) in enumerate(declared):
+            row = {"key": str(key), "name": name, "purpose": purpose, "reward_max": most}
+            recorder.write("environments", row)
+        for row, name in zip(sample_rows(0), ("math", "riddles"), strict=False):
+            write_sample(recorder, {**row, "environment": name, "reward": 1.0, "metrics": {}, "prompt_text": name})
+    rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/prompts").json()["rows"]
+    assert {row["environment"]: row["num_right"] for row in rows} == {"math": 1, "riddles": 0}
+
+
 def test_a_prompt_has_one_key_in_all_runs_and_leads_to_its_answers(client):
     key = client.get(f"{RUN}/samples/1/16-0").json()["prompt_key"]
     for run in ("first", "below~second"):
