@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from telescope.dashboard.store import RunStore, key_of
+from telescope.environments.types import CONTEXT_EXHAUSTED
 from telescope.health.rules import REWARD
 from telescope.health.verdict import CELLS
 from telescope.record.query import sql_text
@@ -23,7 +24,7 @@ from telescope.record.query import sql_text
 COLUMNS = {
     "reward/total/mean": "reward",
     "staleness/steps/mean": "age",
-    "stop_reason_length_pct": "100 * (stop_reason = 'length')::INTEGER",
+    "stop_reason_length_pct": f"100 * (stop_reason IN ('length', '{CONTEXT_EXHAUSTED}'))::INTEGER",
     "rollouts/turns/mean": "num_turns",
     **{f"rollouts/tokens_{name}/mean": f"{name}_tokens" for name in ("completion", "prompt", "total", "environment")},
 }

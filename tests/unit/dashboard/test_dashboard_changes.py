@@ -65,6 +65,17 @@ def test_mix_and_within_add_up_to_the_change(store: RunStore) -> None:
     assert [cells["hard"][name] for name in ("cell", "n_before", "n_after")] == ["level=hard", 6, 18]
 
 
+def test_answers_without_context_count_as_truncated_as_in_the_metric(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        for step, reasons in enumerate((["stop", "stop"], ["length", "context_exhausted"])):
+            for index, reason in enumerate(reasons):
+                row = sample(step, "wordle", index, 0.0) | {"status": "kept", "stop_reason": reason}
+                recorder.write("samples", row)
+            recorder.write("steps", {"step": step, "metrics": {"stop_reason_length_pct": 100.0 * step}})
+    found = changes(RunStore(Run(tmp_path / "run")), 1, 1, "stop_reason_length_pct")
+    assert [(cell["mean_before"], cell["mean_after"]) for cell in found["cells"]] == [(0, 100)]
+
+
 def test_what_else_differs_is_ordered_by_its_effect(store: RunStore) -> None:
     found = changes(store, 3, 3, "entropy")
     assert found["decomposed"] == REWARD
