@@ -89,17 +89,17 @@ class Group:
         return np.array(rewards, dtype=np.float64)
 
     def why_useless(self) -> tuple[str, str | None] | None:
-        """Returns why training on this group cannot change the policy, and the kind of its equal rewards.
+        """Returns why training on this group cannot change the policy, and the sign of its rewards if they share one.
 
         None if it can. Masked samples do not count. A group with one sample has no baseline, so it is never
-        "zero advantage".
+        "zero advantage". Training rewards may be equal where rewards differ, by a penalty.
         """
-        rewards_n = self.training_rewards_n
-        if len(rewards_n) == 0:
+        training_n, rewards_n = self.training_rewards_n, self.rewards_n
+        if len(training_n) == 0:
             return "all_masked", None
-        if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]) and not self._chats_differ():
-            sign = "zero" if rewards_n[0] == 0.0 else "positive" if rewards_n[0] > 0 else "negative"
-            return "zero_advantage", f"all_{sign}"
+        if len(training_n) > 1 and np.all(training_n == training_n[0]) and not self._chats_differ():
+            signs = {"all_zero": rewards_n == 0, "all_positive": rewards_n > 0, "all_negative": rewards_n < 0}
+            return "zero_advantage", next((kind for kind, holds_n in signs.items() if holds_n.all()), None)
         return None
 
     def _chats_differ(self) -> bool:

@@ -56,8 +56,18 @@ def test_a_group_of_one_is_never_without_advantage() -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
-def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> None:
-    assert group([value, value]).why_useless() == ("zero_advantage", kind)
+def test_equal_rewards_are_classified_by_their_sign_before_they_are_scaled(value: float, kind: str) -> None:
+    made = group([value, value])
+    for sample in made.samples:
+        sample.training_reward = value + 1.0
+    assert made.why_useless() == ("zero_advantage", kind)
+
+
+def test_rewards_that_a_penalty_makes_equal_have_no_common_sign() -> None:
+    made = group([0.0, 1.0])
+    for sample in made.samples:
+        sample.training_reward = 0.0
+    assert made.why_useless() == ("zero_advantage", None)
 
 
 def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -> None:
