@@ -23,3 +23,10 @@ test("the gradient norms of all runs together may be more than a call takes argu
 test("the axis of the reward is as declared, without an end that penalties cross", () => {
   expect([reward().low, reward().high]).toEqual([undefined, 1]);
 });
+
+test("groups with a small equal reward are not called right", () => {
+  const share = step.map(() => 50);
+  const metrics = { ...run.steps.metrics, "discarded/zero_advantage/pct": share, "discarded/zero_advantage_all_positive/pct": share };
+  const { lines } = standardCharts([{ ...run, steps: { ...run.steps, metrics } }], { config: {}, environments } as unknown as RunInfo, undefined).get("signal")!;
+  expect(lines.map((line) => line.label)).toEqual(["all above 0"]);
+});

@@ -53,14 +53,14 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
   });
 
   if (has(first, "discarded/zero_advantage/pct")) {
-    const wrong = get("discarded/zero_advantage_all_zero/pct");
-    const right = get("discarded/zero_advantage_all_positive/pct");
+    const zero = get("discarded/zero_advantage_all_zero/pct");
+    const positive = get("discarded/zero_advantage_all_positive/pct");
     const total = get("discarded/zero_advantage/pct");
-    const same = total.map((value, i) => (value === null ? null : Math.max(0, value - (wrong[i] ?? 0) - (right[i] ?? 0))));
+    const same = total.map((value, i) => (value === null ? null : Math.max(0, value - (zero[i] ?? 0) - (positive[i] ?? 0))));
     const parts: [string, string, Value[]][] = [
-      ["all wrong", "--neg", wrong],
-      ["all right", "--pos", right],
-      ["all the same", "--q", same],
+      ["all 0", "--neg", zero],
+      ["all above 0", "--pos", positive],
+      ["all equal", "--q", same],
     ];
     const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
     const edges = stack(used.map(([, , values]) => smooth(values, keep)));
