@@ -148,6 +148,7 @@ def remarks_on_place(
 def _idle_fields(config: TelescopeConfig) -> list[str]:
     """Returns remarks on fields that another field switches off."""
     is_megatron, is_fsdp = config.train_backend == "megatron", config.train_backend == "fsdp"
+    algorithm, holds_ratio = config.algorithm, ALGORITHM_FACTS[config.algorithm].holds_ratio
     of_megatron = {name for name in config.user_set if name.startswith("megatron_")}
     causes: list[tuple[bool, set[str], str]] = [
         (
@@ -162,9 +163,28 @@ def _idle_fields(config: TelescopeConfig) -> list[str]:
             f'lr_scheduler is "{config.lr_scheduler}". Set it to "linear" or "cosine"',
         ),
         (
-            ALGORITHM_FACTS[config.algorithm].holds_ratio,
+            holds_ratio,
             {"clip_ratio_c"} if config.clip_ratio_c is not None else set(),
-            f"{config.algorithm} bounds the ratio itself. Leave it null",
+            f"{algorithm} bounds the ratio itself. Leave it null",
+        ),
+        (algorithm == "sapo", {"clip_low", "clip_high"}, "sapo bounds the ratio by sapo_tau_pos and sapo_tau_neg"),
+        (
+            not config.use_ppo_clip and not holds_ratio,
+            {"clip_low", "clip_high", "ppo_clip_ref_logprobs"},
+            "use_ppo_clip is false. Set it to true",
+        ),
+        (algorithm != "sapo", {"sapo_tau_pos", "sapo_tau_neg"}, f'algorithm is "{algorithm}". Set it to "sapo"'),
+        (algorithm != "dr_grpo", {"dr_grpo_loss_agg_mode"}, f'algorithm is "{algorithm}". Set it to "dr_grpo"'),
+        (not config.use_tis, {"tis_cap", "tis_logprob_clamp"}, "use_tis is false. Set it to true"),
+        (
+            not config.enable_prompt_prefetch,
+            {"prompt_prefetch_buffer_size"},
+            "enable_prompt_prefetch is false. Set it to true",
+        ),
+        (
+            config.checkpoint_keep_last is None,
+            {"checkpoint_keep_every"},
+            "checkpoint_keep_last is null, so that all checkpoints are kept. Set it",
         ),
         (
             is_fsdp,

@@ -227,11 +227,27 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
         ("fsdp_prefetch_layers", 2, {"train_backend": "megatron"}),
         ("fsdp_reshard_after_forward", False, {"train_backend": "megatron"}),
         ("gradient_checkpointing_layers", 2, {"train_backend": "megatron"}),
+        ("clip_high", 0.28, {}), ("clip_high", 0.28, {"algorithm": "sapo"}), ("ppo_clip_ref_logprobs", "batch", {}),
+        ("sapo_tau_neg", 2, {}), ("dr_grpo_loss_agg_mode", "token_sum_norm", {}), ("tis_cap", 3, {}),
+        ("prompt_prefetch_buffer_size", 9, {"enable_prompt_prefetch": False}), ("checkpoint_keep_every", 100, {}),
     ],
 )  # fmt: skip
 def test_a_field_that_another_switches_off_is_named(field, value, others):
     (remark,) = [text for text in remarks(build({**others, field: value})) if "no effect" in text]
     assert remark.startswith(f"{field} has no effect, because ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"clip_high": 0.28, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch", "use_tis": True, "tis_cap": 3},
+        {"clip_high": 0.28, "algorithm": "cispo", "ppo_clip_ref_logprobs": "batch"},
+        {"algorithm": "sapo", "sapo_tau_neg": 2, "checkpoint_keep_every": 100, "checkpoint_keep_last": 2},
+        {"algorithm": "dr_grpo", "dr_grpo_loss_agg_mode": "token_sum_norm", "prompt_prefetch_buffer_size": 9},
+    ],
+)
+def test_fields_of_what_is_on_have_no_remark(values):
+    assert remarks(build(values)) == []
 
 
 @pytest.mark.parametrize(
