@@ -56,8 +56,11 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
             if not all(text in "".join(texts) for text in choices.values()):
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in choices.items()))
             named = str(gold)
-            if isinstance(gold, int | float) and 0 <= gold < len(choices) and named not in choices:
-                named = list(choices)[int(gold)]
+            position = gold if isinstance(gold, int | float) else -1
+            if named.isdecimal() and named not in choices.values():  # HellaSwag writes it as text
+                position = int(named)
+            if 0 <= position < len(choices) and named not in choices:
+                named = list(choices)[int(position)]
             letter = next((letter for letter, text in choices.items() if named in (letter, text)), None)
             gold = gold if letter is None else [letter, choices[letter]]
         elif isinstance(text := read_prompt(value), str):
