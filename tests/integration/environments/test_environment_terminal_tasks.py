@@ -183,6 +183,8 @@ def test_containers_of_tasks_have_a_writable_image_and_options_of_their_provider
         ("COPY ../.. /app/", "../.. is outside environment/"),
         ("ADD ../tests /app/", "../tests is outside environment/"),
         ("RUN <<EOF", "need a build"), ("COPY --from=build /x /y", "need a build"), ("RUN [echo]", "Expecting value"),
+        ("FROM alpine", "several stages"), ("WORKDIR $HOME/app", "a variable"), ("ADD a.tar.gz /app/", "unpacks"),
+        ("print(1)", "is no instruction, or is of a here-document"),
     ],
 )  # fmt: skip
 def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path, line, problem):
@@ -194,6 +196,16 @@ def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path, line
     with pytest.raises(UserError) as raised:
         len(get_environment("terminal_tasks", tasks=str(tmp_path)))
     assert repr(line) in str(raised.value) and problem in str(raised.value)
+
+
+def test_lines_of_a_dockerfile_go_on_behind_comments_and_empty_lines(tmp_path):
+    for name, text in {"task.toml": "", "instruction.md": "Go.", "tests/test.sh": "exit 0"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / "Dockerfile").write_text("FROM debian\nUSER a\nRUN a && \\ \n# why\n\n  b << 1\n")
+    (step,) = read_tasks(tmp_path)[0].set_up
+    assert " ".join(step.split()) == "mkdir -p / && cd / || exit 1; a && b << 1"
 
 
 def test_a_link_out_of_the_folder_of_a_task_is_refused(tmp_path):

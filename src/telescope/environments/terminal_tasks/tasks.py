@@ -28,6 +28,10 @@ Files = dict[str, bytes]
 APP = "/app"
 VERIFIER_SECONDS = 600.0
 """Time for the tests, if `task.toml` does not say. The same as in harbor."""
+_IGNORED = (
+    "", "CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL", "USER", "VOLUME",
+)  # fmt: skip
+"""Instructions of a Dockerfile that do not change the files in a sandbox."""
 OWN_TASKS = Path(__file__).with_name("own_tasks.toml")
 
 
@@ -107,7 +111,7 @@ def _read_task(folder: Path) -> Task:
     if (environment / "Dockerfile").is_file():
         task.working_dir = "/"
         text = re.sub(r"^\s*#.*\n", "", (environment / "Dockerfile").read_text("utf-8"), flags=re.M)
-        for line in map(str.strip, re.sub(r"\\\n", " ", text).splitlines()):
+        for line in map(str.strip, re.sub(r"\\[ \t]*\n(?:[ \t]*\n)*", " ", text).splitlines()):
             try:
                 _carry_out(task, environment, line)
             except (ValueError, IndexError) as error:
@@ -150,12 +154,16 @@ def _carry_out(task: Task, folder: Path, line: str) -> None:
     if re.match(r"(--\S+ )*<<", rest) or "--from=" in rest:
         raise ValueError("here-documents and several stages need a build")
     keyword, rest = keyword.upper(), re.sub(r"^(--\S+\s+)+", "", rest)
+    if "$" in rest and keyword in ("FROM", "WORKDIR", "COPY", "ADD"):
+        raise ValueError("a variable in it needs a build, so write its value")
     words: list[str] = []
     if keyword in ("FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG"):
         words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
     match keyword:
         case "FROM":
-            task.image = words[0]
+            earlier, task.image = task.image, words[0]
+            if earlier:
+                raise ValueError("several stages need a build")
         case "WORKDIR":
             task.working_dir = str(PurePosixPath(task.working_dir) / words[0])
         case "ENV" | "ARG":
@@ -165,6 +173,8 @@ def _carry_out(task: Task, folder: Path, line: str) -> None:
                 task.exports += f'export {name}="{value}"; '
         case "COPY" | "ADD":
             *sources, target = words
+            if keyword == "ADD" and any(re.search(r"^(?!.*://).*\.(tar(\.\w+)?|t[gbx]z2?)$", s) for s in sources):
+                raise ValueError("ADD unpacks an archive, so write COPY, and RUN tar")
             place = str(PurePosixPath(task.working_dir) / target) + "/" * target.endswith(("/", "."))
             found = [sorted(glob.glob(source.lstrip("/") or ".", root_dir=folder)) for source in sources]
             if not all(found):
@@ -179,6 +189,8 @@ def _carry_out(task: Task, folder: Path, line: str) -> None:
             place = shlex.quote(task.working_dir)
             command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
             task.set_up.append(f"mkdir -p {place} && cd {place} || exit 1; {command}")
+        case _ if keyword not in _IGNORED:
+            raise ValueError("it is no instruction, or is of a here-document, which needs a build")
 
 
 def _paths(source: Path, target: str) -> dict[str, Path]:
