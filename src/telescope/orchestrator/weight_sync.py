@@ -389,4 +389,4 @@ class WeightSync:
 def _remove_all_but(folder: Path) -> None:
     for other in folder.parent.iterdir():
         if other != folder:
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)  # on NFS, a file that a server has open keeps its folder

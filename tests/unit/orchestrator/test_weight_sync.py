@@ -10,7 +10,7 @@ from tests.unit.orchestrator.weight_sync_bench import BACKGROUND_STAGES, STAGES,
 
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.run_components import record_sync
-from telescope.orchestrator.weight_sync import ServerSync, SyncReport, WeightMismatch
+from telescope.orchestrator.weight_sync import ServerSync, SyncReport, WeightMismatch, _remove_all_but
 from telescope.utils.timeline import Span
 from telescope.weights.fingerprint import to_hex
 
@@ -368,3 +368,11 @@ async def test_a_server_that_fails_during_a_requested_probe_has_no_verdict(bench
     bench.clients[0].fails_at = "receive"
     assert list(await bench.weights.verify()) == [1]
     assert bench.up == [1]
+
+
+def test_an_earlier_adapter_that_cannot_be_removed_does_not_end_the_run(tmp_path):
+    for name in ("2-0", "1-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".nfs0001").touch()  # stands for what NFS keeps
+    _remove_all_but(tmp_path / "2-0")
+    assert {path.name for path in tmp_path.iterdir()} == {"2-0", ".nfs0001"}
