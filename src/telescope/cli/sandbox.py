@@ -67,7 +67,7 @@ def run_reap(arguments: argparse.Namespace) -> int:
             if arguments.run:
                 raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
             continue
-        destroyed = asyncio.run(reap(run.files.run_dir, arguments.provider, problems.append))
+        destroyed = asyncio.run(reap(run.files.run_dir, {name: {} for name in arguments.provider}, problems.append))
         total += len(destroyed)
         if destroyed:
             print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed: {', '.join(destroyed)}"))

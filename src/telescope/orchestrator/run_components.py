@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.stops import Stops
 from telescope.rollout.trial import notices_of
+from telescope.sandbox.base import PROVIDERS
 from telescope.sandbox.ledger import reap
 from telescope.utils.process import in_daemon_thread
 
@@ -145,8 +146,12 @@ async def start_components(
 
     status.phase = "loading environments"
     keys = environment_keys(config, with_training=with_trainer)
-    await _reap_sandboxes(directory, ())  # sandboxes of an attempt that was killed
-    providers = {str(spec.kwargs["provider"]) for spec in keys.specs if spec.kwargs.get("provider")}
+    providers = {
+        name: spec.kwargs.get("provider_kwargs") or {}
+        for spec in keys.specs
+        if (name := str(spec.kwargs.get("provider"))) in PROVIDERS or "." in name  # not one of models
+    }
+    await _reap_sandboxes(directory, providers)  # sandboxes of an attempt that was killed
     stack.push_async_callback(_reap_sandboxes, directory, providers)
     group = RolloutGroup(config, keys.specs, directory.path, cluster, directory.recorder.write)
     stack.push_async_callback(group.stop)
@@ -237,7 +242,7 @@ def report_environments(
             status.report(notice, "environment", "warning", log=logger)
 
 
-async def _reap_sandboxes(directory: RunDirectory, providers: Iterable[str]) -> None:
+async def _reap_sandboxes(directory: RunDirectory, providers: Mapping[str, Mapping[str, Any]]) -> None:
     """Destroys sandboxes that workers have left behind."""
     if left := await reap(directory.path, providers):
         logger.warning("Destroyed %d sandboxes that were left: %s", len(left), ", ".join(left[:10]))

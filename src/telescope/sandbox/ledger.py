@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from telescope.sandbox.base import PROVIDERS, SandboxHandle, SandboxProvider, get_provider
@@ -76,15 +77,19 @@ class SandboxLedger:
 
 
 async def reap(
-    directory: Path, providers: Iterable[str] = (), report: Callable[[str], object] = logger.warning
+    directory: Path,
+    providers: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    report: Callable[[str], object] = logger.warning,
 ) -> list[str]:
     """Destroys the sandboxes that a run left, by their ids and by the run's label.
 
-    Searches for the label at the providers in the ledger and at `providers`. Returns the provider and id of each
-    destroyed sandbox. Reports a provider that cannot be used, and a sandbox that cannot be destroyed.
+    Searches for the label at the providers in the ledger and at `providers`, which has the arguments of their
+    constructors. Returns the provider and id of each destroyed sandbox. Reports a provider that cannot be used, and a
+    sandbox that cannot be destroyed.
     """
     ledger = SandboxLedger(directory)
-    left: dict[str, dict[str, SandboxHandle]] = {PROVIDERS.get(name, name): {} for name in providers}
+    arguments = {PROVIDERS.get(name, name): values for name, values in providers.items()}
+    left: dict[str, dict[str, SandboxHandle]] = {name: {} for name in arguments}
     owners: dict[str, str] = {}
     for row in ledger.rows():
         if row.get("destroyed"):
@@ -95,7 +100,7 @@ async def reap(
     destroyed = []
     for made_by, handles in left.items():
         with _reported(made_by, report):
-            provider = get_provider(made_by)
+            provider = get_provider(made_by, **arguments.get(made_by, {}))
             with _reported(made_by, report):
                 handles |= {handle.id: handle for handle in await provider.find(ledger.run)}
             for handle in handles.values():

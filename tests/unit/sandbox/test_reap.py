@@ -31,6 +31,15 @@ def run(tmp_path: Path) -> SandboxLedger:
     return ledger
 
 
+class KeyedService(Service):
+    """A service that needs an argument."""
+
+    name = "keyed"
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+
+
 def add_of_another_node(ledger: SandboxLedger) -> None:
     """A sandbox with the label of the run, which is in no file here."""
     Service.alive.add("of another node")
@@ -78,7 +87,12 @@ def test_a_named_provider_is_searched_though_no_file_mentions_it(run: SandboxLed
     assert Service.alive == set()
 
 
-def test_a_run_reaps_when_it_starts_and_when_it_ends(run: SandboxLedger, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_reaps_when_it_starts_and_when_it_ends(
+    run: SandboxLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run.opened(KeyedService("k"), SandboxHandle("keyed"))
+    Service.alive.add("keyed")
+    Service.labels["keyed"] = "none"
     directory = SimpleNamespace(path=run.path.parent, recorder=SimpleNamespace(write=None))
     alive_at_start: list[set[str]] = []
 
@@ -92,7 +106,9 @@ def test_a_run_reaps_when_it_starts_and_when_it_ends(run: SandboxLedger, monkeyp
 
     monkeypatch.setattr(run_components, "_connect", connect)
     monkeypatch.setattr(run_components, "RolloutGroup", no_workers)
-    environments = [{"name": "shell_countdown", "kwargs": {"provider": SERVICE}}]
+    keyed = f"{__name__}.KeyedService"
+    kwargs = [{"provider": SERVICE}, {"provider": keyed, "provider_kwargs": {"key": "k"}}, {"provider": "openai"}]
+    environments = [{"name": "shell_countdown", "kwargs": each} for each in kwargs]
     config = TelescopeConfig.model_validate({"model": "m", "environments": environments})
 
     async def start() -> None:
@@ -108,3 +124,4 @@ def test_a_run_reaps_when_it_starts_and_when_it_ends(run: SandboxLedger, monkeyp
     with pytest.raises(UserError, match="no workers today"):
         asyncio.run(start())
     assert alive_at_start == [set()] and not Service.alive
+    assert "cannot be reaped" not in caplog.text
