@@ -148,8 +148,9 @@ def build_eval_config(
         known = files_in(model, str(model)).read_object("config.json") if model.is_dir() else None
         longest = (known or {}).get("max_position_embeddings") or math.inf
         context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, longest))
-        values.setdefault("max_tokens", min(defaults["max_tokens"].default, context))
-        values.setdefault("seq_len", context)
+        if isinstance(context, int):  # else it is refused below
+            values.setdefault("max_tokens", min(defaults["max_tokens"].default, context))
+            values.setdefault("seq_len", context)
     tensor_parallel = values.get("inference_tensor_parallel_size", 1)
     if "inference_num_workers" not in request.fields and isinstance(tensor_parallel, int):
         values["inference_num_workers"] = max(values["inference_num_workers"], tensor_parallel)

@@ -103,6 +103,13 @@ def test_a_model_whose_config_is_broken_is_refused_by_name(tmp_path):
         build_eval_config(load_eval_request(None), None, [], tmp_path)
 
 
+@pytest.mark.parametrize("value", ["4k", "null"])
+def test_a_context_that_is_no_number_is_refused_by_name(value):
+    request = load_eval_request(None, ["--max_model_len", value])
+    with pytest.raises(ConfigError, match=r"max_model_len is .*, but it must be a whole number"):
+        build_eval_config(request, None, [], Path("/models/a"))
+
+
 def test_rollout_workers_of_an_eval_are_set_as_those_of_a_run():
     flags = ["--rollout_num_workers", "3", "--rollout_cpus_per_worker", "2", "--environment_error_budget", "0.5"]
     config = build_eval_config(load_eval_request(None, flags), None, [EvalEntry(name="countdown")], Path("/models/a"))
