@@ -110,12 +110,18 @@ def dump_yaml(value: Any, **style: Any) -> str:
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:
-    """Returns what is wrong, with line and column."""
+    """Returns what is wrong, with line and column, and what began in another line, such as a text without an end."""
     if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        return f"{error.problem or error.context}{where}"
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        problem = f"{error.problem or error.context}{_place(mark)}"
+        if error.context and begin and mark and begin.line != mark.line:
+            problem += f", {error.context}{_place(begin)}"
+        return problem
     return str(error).splitlines()[0]
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
 
 
 def _neighbors(path: Path) -> str:

@@ -229,6 +229,7 @@ def test_all_wrong_fields_are_reported_at_once():
         (["mine.yaml"], "a file of fields as --config mine.yaml"),
         (["--wandb_tags", "[a"], "is not valid YAML"),
         (["--wandb_tags", "[" * 3000], "[[[... is nested too deeply"),
+        (["--stop", "['a\nb"], "end of stream (line 2, column 2), while scanning a quoted scalar (line 1, column 2)"),
         (["--seed", "9" * 5000], "999... has a value that cannot be read: "),
         (["--seed", "!!int 1:30"], 'has a value that cannot be read: "invalid literal'),
         (["--environments", "[{name: a, kwargs: {b: !!bool maybe}}]"], "has a value that cannot be read"),
