@@ -92,6 +92,8 @@ def test_an_invalid_template_is_refused_in_any_file(tmp_path):
     assert error_of(folder, chat_template="{{ messages").startswith("chat_template is not a Jinja2 template")
     broken = write_model(tmp_path / "b", without="chat_template.jinja", tokenizer_config="{")
     assert "tokenizer_config.json" in error_of(broken)
+    (folder / "chat_template.jinja").write_bytes(TEMPLATE.encode("utf-16"))
+    assert error_of(folder).startswith(f"chat_template.jinja of {folder} cannot be read: 'utf-8' codec")
 
 
 @pytest.mark.parametrize(
