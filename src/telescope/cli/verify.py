@@ -11,7 +11,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +33,12 @@ Starts engine and trainer as a run would, and checks on this machine:
   - packed samples do not attend to each other, and the gradient does not depend on packing;
   - the first training step is on-policy;
   - weights arrive in the engine bit for bit, and one wrong bit is detected."""
+
+NOT_VERIFIED: dict[str, Any] = {
+    "run_dir": None, "checkpoint_dir": None, "resume_from_checkpoint": False, "checkpoint_every": 0,
+    "save_final_model": False, "use_wandb": False, "trackers": None, "evals": [],
+}  # fmt: skip
+"""Fields that a verification does not use, with values that need nothing."""
 
 EPILOG = """\
   --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens is faster
@@ -66,8 +72,8 @@ def run(own: argparse.Namespace) -> int:
 
         print_template(loaded.config, make_console())
         return 0
-    # A verification writes neither, so it needs no space on their disks.
-    loaded = replace(loaded, config=loaded.config.replace(checkpoint_every=0, save_final_model=False))
+    # A verification has a folder of its own, continues no run, and writes neither checkpoints nor a model.
+    loaded = replace(loaded, config=loaded.config.replace(**NOT_VERIFIED))
 
     from telescope.cli.train import check_before_start, fit_to_machine
 

@@ -39,7 +39,7 @@ async def _verify(
     folder = Path(tempfile.mkdtemp(prefix="telescope-verify-"))
     report = Report(config_hash=config.hash)
     # Dropout of adapters would make the trainer differ from the engine.
-    config = config.replace(run_dir=str(folder), use_wandb=False, evals=[], lora_dropout=0.0)
+    config = config.replace(run_dir=str(folder), lora_dropout=0.0)
     session = Session(RunStatus("verify", 0), view)
     directory = RunDirectory.create(config, [])
     started_at = time.monotonic()

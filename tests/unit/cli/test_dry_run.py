@@ -181,7 +181,7 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     assert words in capsys.readouterr().err
 
 
-def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monkeypatch, dry_run):
+def test_a_verification_needs_no_disk_run_directory_tracker_or_eval(tmp_path, monkeypatch, dry_run):
     dry_run(**HERE)  # makes the model
 
     def disk_usage(path):
@@ -191,11 +191,16 @@ def test_a_verification_needs_no_disk_for_checkpoints_or_a_model(tmp_path, monke
     monkeypatch.setattr("telescope.cli.train.try_components", lambda config, here: [])
     run_verification = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
-    values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]", "checkpoint_every": 5}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    values = HERE | {
+        "model": tmp_path / "model", "environments": "[{name: countdown}]", "checkpoint_every": 5,
+        "run_dir": tmp_path / "run", "use_wandb": True, "trackers": "[wandb]", "evals": "[{name: missing}]",
+    }  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         main.call("verify", [f"--{name}={value}" for name, value in values.items()])
     started = run_verification.call_args.args[0]
-    assert (started.checkpoint_every, started.save_final_model) == (0, False)
+    assert (started.checkpoint_every, started.save_final_model, started.tracker_names) == (0, False, [])
 
 
 @pytest.mark.parametrize("debug", [True, False])
