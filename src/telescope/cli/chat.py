@@ -86,7 +86,10 @@ def find_target(path: str, step: int | None = None) -> EvalTarget:
     from telescope.config.eval_config import EvalCommand
     from telescope.orchestrator.eval_targets import find_targets
 
-    return find_targets(EvalCommand(), [path], None if step is None else [step])[-1]
+    target = find_targets(EvalCommand(), [path], None if step is None else [step])[-1]
+    if step not in (None, target.step):
+        raise UserError(f"--step is {step}, but {path} is one model, not a run with checkpoints. Leave --step out")
+    return target
 
 
 def _check_sampling(arguments: argparse.Namespace) -> None:

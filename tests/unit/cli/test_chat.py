@@ -101,8 +101,11 @@ def test_an_answer_cannot_control_the_terminal():
         (["{folder}"], "has no complete checkpoint and no model"),
         (["{folder}", "--temperature", "3"], "no complete checkpoint"),
         ([], "required: path"),
+        (["{folder}/model", "--step", "3"], "model is one model, not a run with checkpoints. Leave --step out"),
     ],
 )
 def test_bad_input_starts_nothing(tmp_path, capsys, arguments, reason):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     assert main(["chat", *(word.format(folder=tmp_path) for word in arguments)]) == 2
     assert reason in capsys.readouterr().err
