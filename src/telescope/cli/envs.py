@@ -5,6 +5,7 @@ import inspect
 import json
 import keyword
 import re
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,7 +40,7 @@ from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.user_code import describe_error
 from telescope.errors import InfrastructureError, RunError, UserError
-from telescope.utils.text import pluralize, user_path
+from telescope.utils.text import plain, pluralize, user_path
 
 KINDS = ("single", "multi", "tools", "agent")
 NUM_GOLDS = 10  # items that are listed without a source of answers
@@ -230,9 +231,10 @@ def run_new(arguments: argparse.Namespace) -> int:
         print(
             f"\n{arguments.name} is also the name of an installed environment; in environments_path, this one is found."
         )
-    print(f"\nTest it:  python -m pytest {files[1]}   (pip install pytest)")
-    print(f"Check it: telescope envs check {arguments.name} --path {arguments.folder}")
-    print(f"Try it:   telescope envs try {arguments.name} --path {arguments.folder}")
+    folder = shlex.quote(str(arguments.folder))
+    print(f"\nTest it:  python -m pytest {shlex.quote(str(files[1]))}   (pip install pytest)")
+    print(f"Check it: telescope envs check {arguments.name} --path {folder}")
+    print(f"Try it:   telescope envs try {arguments.name} --path {folder}")
     print(f'Train it: environments_path: ["{arguments.folder}"] and environments: [{{name: {arguments.name}}}]')
     return 0
 
@@ -354,7 +356,8 @@ def _by_hand(_: list[ChatMessage]) -> Answer | None:
 
 def _print_message(console: Console, message: ChatMessage) -> None:
     role = str(message["role"])
-    console.print(Text(f"[{role}]", style=_STYLES.get(role, "")), Text(str(message.get("content", ""))), soft_wrap=True)
+    content = Text(plain(str(message.get("content", ""))))  # a model's text must not control the terminal
+    console.print(Text(f"[{role}]", style=_STYLES.get(role, "")), content, soft_wrap=True)
 
 
 def _print_score(console: Console, rollout: LocalRollout) -> None:

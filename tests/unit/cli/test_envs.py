@@ -79,6 +79,11 @@ def test_try_runs_a_script_and_prints_the_conversation_and_the_reward(capsys):
     assert lines[7] == "reward 1 (3 turns, final_answer)"
 
 
+def test_an_answer_cannot_control_the_terminal(capsys):
+    _, out, _ = run(capsys, "try", "wordle", "--answer", "[crane]\x1b]0;title\x07 \x1b[2J")
+    assert "[crane] " in out and "\x1b" not in out and "title" not in out
+
+
 def test_a_script_that_ends_early_scores_the_turns_so_far(capsys):
     code, out, _ = run(capsys, "try", "wordle", "--answer", "[crane]", "--answer", "[slate]")
     assert code == 0 and "(2 turns, no_more_answers)" in out and "num_guesses 2" in out
@@ -263,6 +268,8 @@ def test_new_refuses_a_used_or_invalid_name(capsys, tmp_path):
     assert run(capsys, "new", "mine", "--folder", str(tmp_path))[0] == 0
     code, _, err = run(capsys, "new", "mine", "--folder", str(tmp_path))
     assert code == 2 and "exists already" in err
+    _, out, _ = run(capsys, "new", "mine", "--folder", str(tmp_path / "my envs"))
+    assert f"telescope envs check mine --path '{tmp_path}/my envs'" in out
     _, out, _ = run(capsys, "new", "wordle", "--folder", str(tmp_path))
     assert "also the name of an installed environment" in out
     for name in ("My-Env", "1st", "class", "../up"):
