@@ -19,7 +19,7 @@ import jinja2
 
 from telescope.cli.main import CommandParser, number
 from telescope.config import load_config
-from telescope.config.plan import assumed_cluster, gpus_needed, least_cores
+from telescope.config.plan import assumed_cluster, gpus_needed, least_node
 from telescope.errors import ConfigError, UserError
 from telescope.utils.packages import installed_version
 from telescope.utils.text import user_path
@@ -84,12 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> str:
     """Returns the job for a command line. Raises `UserError`."""
-    config = load_config(arguments.config, arguments.fields, {}).config
+    loaded = load_config(arguments.config, arguments.fields, {})
+    config = loaded.config
     kind, folder = arguments.kind, arguments.run_dir or config.run_dir
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     for name, kinds, _ in OPTIONS_OF_KINDS:
         if name.replace("-", "_") in given and kind not in kinds:
             raise ConfigError(f"a job of {kind} has no --{name}, which is for {' and '.join(kinds)}. Leave it out")
+    if loaded.sources.get("ray_address") == "command line":
+        raise ConfigError(f"--ray_address is {config.ray_address!r}, but the job starts Ray and joins it. Leave it out")
     if folder is None:
         raise ConfigError("launch needs a new folder that all nodes share. Add --run-dir /shared/NAME")
     if not config.checkpoint_every:
@@ -113,12 +116,14 @@ def render(arguments: argparse.Namespace) -> str:
             raise ConfigError(
                 f"--config is {str(arguments.config)!r}; move it below this folder, which SkyPilot copies"
             )
-    cluster = assumed_cluster(config)
-    nodes = arguments.nodes or len(cluster.nodes)
-    gpus = cluster.nodes[0].gpus if arguments.gpus_per_node is None else arguments.gpus_per_node
-    if nodes * gpus < (needed := gpus_needed(config)) and config.device != "cpu":
-        raise ConfigError(f"{nodes} x {gpus} GPUs are fewer than the {needed} of the run. Set --nodes higher")
-    cpus, given_cpus = least_cores(config, nodes, gpus), arguments.cpus_per_node
+    cluster, gpus = assumed_cluster(config), arguments.gpus_per_node
+    nodes, needed = arguments.nodes or len(cluster.nodes), gpus_needed(config)
+    most = cluster.nodes[0].gpus if gpus is None else gpus
+    if nodes * most < needed and config.device != "cpu":
+        raise ConfigError(f"{nodes} x {most} GPUs are fewer than the {needed} of the run. Set --nodes higher")
+    least = min(most, -(-needed // nodes)) if arguments.nodes and gpus is None else most
+    gpus, cpus = least_node(config, nodes, range(least, most + 1))
+    given_cpus = arguments.cpus_per_node
     if given_cpus is not None and given_cpus < cpus:
         raise ConfigError(f"--cpus-per-node is {given_cpus}, and the run needs {cpus}. Raise it, or leave it out")
     environment = jinja2.Environment(

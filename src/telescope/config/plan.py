@@ -278,16 +278,25 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     return equal_nodes(len(everything), largest)
 
 
-def least_cores(config: TelescopeConfig, num_nodes: int, gpus: int) -> int:
-    """Returns the cores that each of some equal nodes needs. Raises `PlacementError` if no number of cores suffices."""
-    cpus = sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles)
-    total = math.ceil(cpus + _rollout_cores(config))
-    for cpus in range(-(-total // num_nodes), total):
+def least_node(config: TelescopeConfig, num_nodes: int, gpus: Sequence[int]) -> tuple[int, int]:
+    """Returns the first number of `gpus`, and of cores, with which each of some equal nodes suffices.
+
+    Raises `PlacementError` if none does.
+    """
+    workers = sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles)
+    total = math.ceil(workers + _rollout_cores(config))
+
+    def plan(cpus: int, gpus: int) -> bool:
+        return bool(plan_placement(config, equal_nodes(num_nodes, NodeResources("node", cpus, gpus))))
+
+    def fits(cpus: int, gpus: int) -> bool:
         with contextlib.suppress(PlacementError):
-            plan_placement(config, equal_nodes(num_nodes, NodeResources("node", cpus, gpus)))
-            return cpus
-    plan_placement(config, equal_nodes(num_nodes, NodeResources("node", total, gpus)))
-    return total
+            return plan(cpus, gpus)
+        return False
+
+    number = next((number for number in gpus if fits(total, number)), gpus[-1])
+    plan(total, number)  # raises if it does not fit
+    return number, next(cpus for cpus in range(-(-total // num_nodes), total + 1) if fits(cpus, number))
 
 
 def equal_nodes(count: int, node: NodeResources) -> ClusterResources:

@@ -122,6 +122,27 @@ def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_that_ended_
     assert len(list(tmp_path.glob("a run.*"))) == is_moved
 
 
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [
+        (["--nodes", "4"], 4),  # 14 ranks and 2 servers
+        (["--nodes", "3"], 6),
+        (["--nodes", "8", "--inference_tensor_parallel_size", "2"], 2),
+        (["--nodes", "16", "--inference_tensor_parallel_size", "2"], 2),
+        (["--nodes", "4", "--ray_trainer_placement_strategy", "STRICT_PACK"], 14),
+    ],
+)
+def test_more_nodes_have_no_more_gpus_than_the_run_needs(render, flags, gpus):
+    assert f"--gpus-per-node={gpus}\n" in render("slurm", *flags)
+
+
+def test_a_file_for_one_machine_joins_the_cluster_of_its_job(render, tmp_path):
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write("ray_address: local\n")
+    for kind, more in (("slurm", []), ("kuberay", KUBERAY)):
+        assert re.search(r"start(?: \S+)? --ray_address ", render(kind, *more))
+
+
 def test_what_a_job_could_not_run_with_is_refused(render):
     for argv, words in (
         (["kuberay"], "--image"),
@@ -141,6 +162,7 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         (["kuberay", *KUBERAY[:-1], "yes"], "--spot is 'yes'; kuberay needs a form such as KEY=VALUE"),
         (["kuberay", *KUBERAY, "--memory", "64 GB"], "--memory is '64 GB'; kuberay needs a form such as 64Gi"),
         (["slurm", "--time", "24h"], "--time is '24h'; slurm needs a form such as 24:00:00"),
+        (["slurm", "--ray_address", "auto"], "--ray_address is 'auto', but the job starts Ray and joins it"),
         (["skypilot"], "move it below this folder"),
     ):
         with pytest.raises(ConfigError, match=words):
