@@ -41,6 +41,24 @@ def test_a_page_says_that_a_restarted_server_has_another_secret(browser: Browser
         expect(page.locator("header .state.bad")).to_have_count(0)
 
 
+def test_a_record_of_evals_alone_opens_with_its_answers(browser: Browser, tmp_path: Path):
+    with Recorder(tmp_path / "evals") as recorder:
+        names = {"eval_id": "e", "step": -1}
+        result = {"status": "finished", "source": "standalone", "accuracy": 0.5}
+        recorder.write("evals", {**names, "name": "math", **result})
+        recorder.write("eval_samples", {**names, "sample_id": "e-0-0", "item": 0, "completion": 0})
+        answer = {"group_id": -1, "sample_index": 0, "status": "eval", "eval_name": "math", "environment": "math"}
+        recorder.write("samples", {"sample_id": "e-0-0", "step": -1, "reward": 1.0, **answer})
+        recorder.write("turns", {"sample_id": "e-0-0", "turn": 0, "role": "assistant", "text": "the only answer"})
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+        page = opened.open("evals/rollouts")
+        expect(page.get_by_label("Answers of all steps").get_by_role("option")).to_have_count(1)
+        expect(page.locator(".conv")).to_contain_text("the only answer")
+        opened.open("evals/overview")
+        expect(page.locator("main")).to_contain_text("The record has no training step. Its evals and its answers")
+        assert opened.problems == []
+
+
 class LiveRun:
     """A replayed run of this process, a step at a time."""
 

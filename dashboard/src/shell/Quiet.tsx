@@ -20,13 +20,20 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
   );
 }
 
+/** Returns why an ended run has no step, and where to look. Only `run.json` says that it was a run, not evals alone. */
+export function useEnd(): [string, ReactNode] {
+  const place = usePlace();
+  const page = (name: string, title: string) => <a className="link" href={format(elsewhere(place, { page: name }))}>{title}</a>;
+  if (useStatus(place.run).status === "unknown") return ["The record has no training step.", <>{page("evals", "Its evals")} and {page("rollouts", "its answers")} have pages of their own.</>];
+  return ["This run ended before its first step.", <>{page("logs", "Its logs")} show what it did.</>];
+}
+
 /** What a page of a live run waits for. A run that has ended says so instead. */
 export function Waiting({ title, text }: { title: string; text: string }) {
   const place = usePlace();
   const { live } = useStatus(place.run);
-  if (live) return <Quiet title={title} text={text} />;
-  const logs = <a className="link" href={format(elsewhere(place, { page: "logs" }))}>Its logs</a>;
-  return <Quiet title="This run ended before its first step." text={<>{logs} show what it did.</>} />;
+  const [why, look] = useEnd();
+  return live ? <Quiet title={title} text={text} /> : <Quiet title={why} text={look} />;
 }
 
 /** Says what a page waits for, unless it comes at once. */

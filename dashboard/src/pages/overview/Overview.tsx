@@ -9,7 +9,7 @@ import { type DrawnRun, metricNames, useDrawnRuns, useStepAxis } from "../../cha
 import { Spark } from "../../charts/Spark";
 import { embedded } from "../../embedded";
 import { moment, NONE, number, unbroken } from "../../format";
-import { Failure } from "../../shell/Quiet";
+import { Failure, useEnd } from "../../shell/Quiet";
 import { Chooser, type Option } from "../../shell/Chooser";
 import { useVersion } from "../../state/live";
 import { chartOf, mainMetricOf, metricOf, STANDARD, useOverviewCharts } from "../../state/overviewCharts";
@@ -65,16 +65,13 @@ function Live({ info }: { info: RunInfo }) {
 function Waiting({ info }: { info: RunInfo }) {
   const { live } = useStatus(info.info.id);
   const place = usePlace();
+  const [why, look] = useEnd();
   const logs = (
     <a className="link" href={format(elsewhere(place, { page: "logs" }))}>
       Its logs
     </a>
   );
-  return (
-    <p className="waiting d">
-      {live ? <>The charts begin when the first training step has ended. {logs} show what it does until then.</> : <>This run ended before its first step. {logs} show what it did.</>}
-    </p>
-  );
+  return <p className="waiting d">{live ? <>The charts begin when the first training step has ended. {logs} show what it does until then.</> : <>{why} {look}</>}</p>;
 }
 
 /** Marks the numbers of a sentence. */

@@ -68,7 +68,9 @@ export function Rollouts() {
 
   const groupsVersion = useVersion(run, "groups");
   const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === begun ? groupsVersion : "");
-  const list = params.list === "answers" || params.list === "prompts" ? params.list : params.list === "flight" && live ? "flight" : "groups";
+  // A record without steps, as of evals alone, has no groups to open with.
+  const first = !live && steps?.step.length === 0 && groups.data?.length === 0 ? "answers" : "groups";
+  const list = params.list === "answers" || params.list === "prompts" ? params.list : params.list === "flight" && live ? "flight" : first;
 
   const [draft, setDraft] = useSearchText((search) => ({ search, list: list === "prompts" ? "prompts" : search ? "answers" : null }));
 
