@@ -64,6 +64,16 @@ def test_arrows_go_through_the_tree_of_metrics(visitor: Visit):
     expect(page.locator(".charts figure .name", has_text="entropy").first).to_be_visible()
 
 
+def test_brackets_that_a_keyboard_writes_with_option_are_keys_too(visitor: Visit):
+    page = visitor.open("first/overview", {"step": 4})
+    page.keyboard.down("Alt")
+    page.keyboard.press("]")
+    page.wait_for_url("**step=5*")
+    page.keyboard.press("n")  # a letter with Alt is the browser's
+    page.keyboard.up("Alt")
+    expect(page.locator("dialog[open]")).to_have_count(0)
+
+
 def test_the_palette_opens_a_page_a_metric_and_a_run(visitor: Visit):
     page = visitor.open("first/overview")
     for text, url in (

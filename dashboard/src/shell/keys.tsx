@@ -65,7 +65,9 @@ let before: { key: string; time: number } | null = null;
 function pressed(event: KeyboardEvent): void {
   const target = event.target as HTMLElement;
   const typing = target.matches('input:not([type="checkbox"]), textarea, select, [contenteditable]');
-  const chord = `${event.ctrlKey ? "Control+" : ""}${event.metaKey ? "Meta+" : ""}${event.altKey ? "Alt+" : ""}${event.key}`;
+  // On many keyboards of Macs, brackets are written with Option.
+  const isAlt = event.altKey && /^\w/.test(event.key);
+  const chord = `${event.ctrlKey ? "Control+" : ""}${event.metaKey ? "Meta+" : ""}${isAlt ? "Alt+" : ""}${event.key}`;
   if (typing && event.key === "Escape") target.blur();
   if (typing && !event.ctrlKey && !event.metaKey) return;
   if (event.key === "Escape" && document.querySelector(":popover-open")) return; // the browser closes the menu
