@@ -126,7 +126,10 @@ class RunStore(RunTables):
         own = among({(attempt, key) for (attempt, _), row in found.items() if (key := row["prompt_key"])}, "prompt_key")
         rows = self._files("prompts", "attempt, prompt_key, text, messages", own, *self._places("prompts", own))
         texts = {
-            (row["attempt"], row["prompt_key"]): {"prompt_text": row["text"], "messages": json.loads(row["messages"])}
+            (row["attempt"], row["prompt_key"]): {
+                "prompt_text": row["text"],
+                "messages": json.loads(row["messages"] or "[]"),
+            }
             for row in rows.to_pylist()
         }
         for (attempt, _), row in found.items():

@@ -237,6 +237,16 @@ def test_an_empty_run_has_empty_pages(tmp_path):
     assert client.get("/api/runs/run/distribution").json()["step"] == []
 
 
+def test_a_prompt_without_messages_does_not_hide_the_answers(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("prompts", {"prompt_key": "p", "environment": "e", "text": "asked"})
+        recorder.write("samples", {"sample_id": "0-0", "prompt_key": "p", "environment": "e", "step": 0})
+    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    assert [row["sample_id"] for row in client.get("/api/runs/run/samples").json()["rows"]] == ["0-0"]
+    detail = client.get("/api/runs/run/samples/1/0-0").json()
+    assert (detail["prompt_text"], detail["messages"]) == ("asked", [])
+
+
 def test_a_table_that_is_being_read_delays_no_other(root, monkeypatch):
     store = RunStore(Run(root / "first"))
     reads, go_on = threading.Event(), threading.Event()
