@@ -420,10 +420,13 @@ export interface Node {
   links: string[];
 }
 
-/** What a run does right now. Everything but `live` is empty when it has ended or does not say. */
+/** What a run does right now. Everything but `live` is empty when it has ended or does not say.
+
+`age_seconds`: since it was written, by the server's clock, because that of a browser may be wrong. */
 export interface Now {
   live: boolean;
   time: Value;
+  age_seconds: Value;
   phase: string | null;
   step: Value;
   version: Value;

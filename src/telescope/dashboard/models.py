@@ -190,10 +190,14 @@ class Server(BaseModel):
 
 
 class Now(BaseModel):
-    """What a run does right now. Everything but `live` is empty when it has ended or does not say."""
+    """What a run does right now. Everything but `live` is empty when it has ended or does not say.
+
+    `age_seconds`: since it was written, by the server's clock, because that of a browser may be wrong.
+    """
 
     live: bool
     time: Number
+    age_seconds: Number
     phase: str | None
     step: int | None
     version: int | None

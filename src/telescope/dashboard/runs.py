@@ -205,6 +205,7 @@ def now_of(run: Run) -> dict[str, Any]:
     return {
         **{name: now.get(name) for name in Now.model_fields},
         "live": run.status == "live",
+        "age_seconds": None if now.get("time") is None else time.time() - now["time"],
         "trainer": components.pop("trainer", None),
         "servers": [
             {"name": part, "doing": components.pop(part)}

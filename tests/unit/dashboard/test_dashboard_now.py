@@ -49,6 +49,14 @@ def test_a_live_run_shows_phase_requests_queue_and_servers(live):
     assert now["oldest_seconds"] >= 30
 
 
+def test_the_age_of_what_a_run_does_does_not_depend_on_the_clock_of_a_browser(live):
+    recorder, client = live
+    status = RunStatus("run", 60, phase="training")
+    recorder.describe_now(lambda: {**status.now(), "time": time.time() - 100})
+    assert recorder.flush()
+    assert 100 <= client.get("/api/runs/run/now").json()["age_seconds"] < 150
+
+
 def test_an_ended_run_does_nothing_now(client):
     now = client.get("/api/runs/first/now").json()
     assert not now["live"] and now["phase"] is None and now["servers"] == []

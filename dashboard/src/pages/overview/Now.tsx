@@ -15,7 +15,6 @@ export function Now({ info }: { info: RunInfo }) {
   const tick = useTick(LOOK_MS);
   const now = useResource<NowState>(runPath(info.info.id, "now"), {}, tick).data;
   if (!now?.live || now.phase === null) return null;
-  const age = now.time === null ? null : Date.now() / 1000 - now.time;
   const wanted = info.config.prompts_batch_size_for_trainer;
   const servers = serversOf(now.servers);
   const share = (part: number | null, whole: unknown) => (part !== null && typeof whole === "number" && whole > 0 ? Math.min(1, part / whole) : null);
@@ -46,7 +45,7 @@ export function Now({ info }: { info: RunInfo }) {
       <div className="phase">
         <span className="l">Now</span>
         <span className="v cut" title={Object.entries(now.components).map(([part, doing]) => `${part}: ${doing}`).join("\n")}>
-          {age !== null && age > OLD_SECONDS ? `silent for ${duration(age)}` : now.phase}
+          {(now.age_seconds ?? 0) > OLD_SECONDS ? `silent for ${duration(now.age_seconds)}` : now.phase}
         </span>
       </div>
       {cells.map((cell) => (
