@@ -6,7 +6,7 @@ import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
 import { useDrawnRuns } from "../../charts/runs";
 import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
-import { Failure, Quiet } from "../../shell/Quiet";
+import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";
@@ -37,13 +37,14 @@ export function Changes() {
   const step = Math.min(parseStep(stepText) ?? last, last);
   const { data: found, error } = useResource<Found>(steps ? runPath(run, "changes") : null, { step, window, metric });
   const data = useKept(found);
-  const to = (next: number) => setStep(String(Math.min(Math.max(0, next), last)));
+  const to = (next: number) => steps && setStep(String(Math.min(Math.max(0, next), last)));
   useKeys("What changed", [
     { keys: ["ArrowLeft", "h"], does: "a step earlier", run: () => to(step - 1) },
     { keys: ["ArrowRight", "l"], does: "a step later", run: () => to(step + 1) },
   ]);
   if (error && !data) return <Failure error={error} />;
-  if (steps && steps.step.length === 0) return <Quiet title="No step has ended." text="This page compares the steps before a step with those from it on." />;
+  if (steps?.step.length === 0) return <Quiet title="No step has ended." text="This page compares the steps before a step with those from it on." />;
+  if (!steps) return <Reading what="the steps" />;
   return (
     <div className="changes">
       <div className="toolbar">
@@ -60,7 +61,7 @@ export function Changes() {
         <span className="grow" />
         {metric !== REWARD && <button className="link" onClick={() => setParams({ metric: null })}>Of the reward</button>}
       </div>
-      {data && steps && info && <Body found={data} step={step} last={last} window={Number(window)} metric={metric} />}
+      {data && info && <Body found={data} step={step} last={last} window={Number(window)} metric={metric} />}
       {!data && <p className="quiet">Comparing steps…</p>}
     </div>
   );
