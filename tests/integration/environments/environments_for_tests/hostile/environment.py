@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -71,9 +70,6 @@ class Hostile(SingleTurnEnvironment):
 
     def end(self, argument):
         os._exit(7)
-
-    def kill_itself(self, argument):
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def crash(self, argument):
         ctypes.string_at(0)
