@@ -182,8 +182,10 @@ class Trainer:
         self._idle_since = time.time()
         return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
 
-    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def _numbers(self, metrics: Any) -> dict[str, float]:
         """Converts metrics, also tensors, to floats. Leaves out what is no number, with one warning for each name."""
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"train_step of {type(self.backend).__name__} returned {metrics!r:.80}, no dict of metrics")
         numbers = {}
         for name, value in metrics.items():
             try:

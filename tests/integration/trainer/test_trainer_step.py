@@ -294,6 +294,9 @@ def test_metrics_of_a_custom_backend_become_numbers(one_rank, monkeypatch, caplo
         assert all(type(value) is float for value in found.values())
     assert [name for name in own if f"for {name}, which is left out" in caplog.text] == ["text", "none", "vector"]
     assert len(caplog.records) == 3
+    monkeypatch.setattr(trainer.backend, "train_step", lambda trainer_data: None)
+    with pytest.raises(TypeError, match="train_step of FSDPBackend returned None, no dict of metrics"):
+        trainer.train_step(packed(make_samples(LENGTHS)))
 
 
 @pytest.mark.parametrize(("name", "words"), [
