@@ -190,17 +190,20 @@ def extract_boxed_answer(text: str) -> str:
 def extract_code_block(text: str, language: str = "python") -> str:
     """Returns the last closed fenced block marked with `language`, or else the last unmarked one.
 
-    `""` if there is neither. `py` and `python3` mean Python. The closing fence may also end a line of code.
+    `""` if there is neither. `py` and `python3` mean Python. The closing fence may also end a line of code. A
+    block that is indented, as in a list, loses the indentation of its fence.
     """
     language = language.lower()
     marked: str | None = None
     unmarked = label = fence = ""
     lines: list[str] = []
+    indent = 0
     for line in [] if isinstance(text, UnfinishedReasoning) else text.splitlines():
         stripped = line.strip()
+        line = line[min(indent, len(line) - len(line.lstrip())) :] if fence else line
         if not fence:
             if stripped[:3] in ("```", "~~~") and "```" not in (info := stripped.lstrip("`~")):
-                fence, lines = stripped[:3], []
+                fence, lines, indent = stripped[:3], [], len(line) - len(line.lstrip())
                 label = next(iter(info.lower().split()), "")  # attributes may follow it
                 label = "python" if label in ("py", "python3") and label != language else label
         elif stripped.startswith(fence) or stripped.endswith(fence):

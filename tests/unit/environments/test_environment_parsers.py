@@ -68,6 +68,7 @@ def test_code_block_of_the_language_comes_before_an_unmarked_one():
     assert extract_code_block("```py\nx = 1\n```", "py") == "x = 1"
     assert extract_code_block("~~~python\nx = '```'\n```\n~~~") == "x = '```'\n```"
     assert extract_code_block("```python\nif x:\n    f(1)```\n```json\n{}\n```") == "if x:\n    f(1)"
+    assert extract_code_block("1. So:\n   ```python\n   if x:\n       f(1)\n\n  y\n   ```") == "if x:\n    f(1)\n\ny"
     assert extract_code_block("Write ```print(1)``` first.\n```print(1)```\n```\nx = 1\n```") == "x = 1"
 
 
