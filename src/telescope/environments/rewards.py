@@ -10,6 +10,7 @@ a number, or a number and the golden answer to record. A rubric has no state: it
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from typing import Any
 from telescope.environments.records import RewardResult, RolloutState, Sample
 from telescope.environments.user_code import call_with_declared, gather_or_cancel, maybe_await
 from telescope.errors import UserError
+
+ARGUMENTS = ("completion", "sample", "state", "eos_token")
+"""What a function may declare."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +64,15 @@ class Rubric:
         sample (`"answer"`) or a key of its metadata stands for that value, anything else for itself.
         """
         name = str(name or getattr(func, "__name__", type(func).__name__))
+        for parameter in inspect.signature(func).parameters.values():
+            is_needed = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
+            )  # fmt: skip
+            if is_needed and parameter.name not in ARGUMENTS:
+                raise UserError(
+                    f"The rubric's {name!r} needs {parameter.name!r}, but it can take {', '.join(ARGUMENTS)} alone. "
+                    "Take sample, which has prompt, answer and metadata."
+                )
         if range_min is not None and range_max is not None and range_min > range_max:
             raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is above range_max {range_max}.")
         chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
@@ -96,7 +109,7 @@ class Rubric:
         """
         if sample is None and state is not None:
             sample = state.sample
-        arguments = {"completion": completion, "sample": sample, "state": state, "eos_token": eos_token}
+        arguments = dict(zip(ARGUMENTS, (completion, sample, state, eos_token), strict=True))
         values = [call_with_declared(term.function, **arguments) for term in self._terms]
         returned = await gather_or_cancel(map(maybe_await, values))
 

@@ -54,9 +54,8 @@ async def test_functions_receive_only_what_they_declare():
     rubric = Rubric().add_reward(length).add_reward(everything).add_reward(lambda state: state.num_turns, name="turns")
     await score(rubric, state=state, eos_token="<eos>")
     assert seen == {"completion": "4", "sample": SAMPLE, "state": state, "eos_token": "<eos>"}
-    rubric.add_reward(lambda answer: 1.0, name="other")
-    with pytest.raises(TypeError, match="answer"):
-        await score(rubric, state=state)
+    with pytest.raises(UserError, match=r"'other' needs 'answer', but it can take completion, .* Take sample, "):
+        rubric.add_reward(lambda answer, sample: 1.0, name="other")
 
 
 def test_a_column_may_have_the_name_of_any_parameter():
