@@ -155,7 +155,7 @@ def run_try(arguments: argparse.Namespace) -> int:
         len(environment)  # loads the dataset, so that its errors come before a server is started
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"Loading {arguments.name} and its dataset failed: {describe_error(error)}.") from error
     has_no_answers = not (arguments.url or arguments.model or arguments.answer)
     if has_no_answers and arguments.item is None and (golds := _golds(environment, max(arguments.items, NUM_GOLDS))):
@@ -190,7 +190,7 @@ def _try(arguments: argparse.Namespace, environment: Environment, answerer: Answ
             break
         except (UserError, RunError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = str(error) if isinstance(error, InfrastructureError) else describe_error(error)
             raise UserError(f"{arguments.name}, item {item}: {why}.") from error
         rewards.append(rollout.score["total_reward"])

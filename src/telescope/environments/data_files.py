@@ -48,6 +48,11 @@ def read_local(owner: str, name: str, split: str | None, subset: str | None = No
         if subset and not (path / subset).is_dir():
             raise UserError(f"{owner}: the folder {name!r} has no subfolder of the subset {subset!r}. {_listed(path)}")
         path, wanted = path / (subset or ""), split or "train"
+        if any(path.glob("*.arrow")) or any(path.glob("*/*.arrow")):
+            raise UserError(
+                f"{owner}: {str(path)!r} is of save_to_disk, and .arrow files are not read. Write the rows with "
+                'load_from_disk(...).to_parquet("train.parquet"), and give the path of that file.'
+            )
         is_of_split = re.compile(rf"{re.escape(wanted)}(-[0-9]+-of-[0-9]+(-[0-9a-f]+)?)?").fullmatch
         files = [file for file in _data_files(path) if is_of_split(file.stem) or file.parent.name == wanted]
         if not files:

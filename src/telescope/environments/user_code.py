@@ -292,7 +292,7 @@ def load_function(name: str, use: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{use} {name!r} cannot be imported: {describe_error(error)}. Write package.module:function of an "
             "installed package, or path/to/file.py:function."

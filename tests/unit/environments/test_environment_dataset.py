@@ -412,7 +412,8 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
         ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
         ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
         ({"path": "broken.parquet"}, "broken.parquet cannot be read"),
-        ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"),
+        ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"), ({"path": "saved"}, r"of save_to_disk.*to_parquet\("),
+        ({"path": "train.jsonl", "reward": "ends.py:f"}, r"cannot be imported: SystemExit: 0 at .*ends.py:1"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, kwargs, message):
@@ -428,6 +429,9 @@ def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, k
         "latin.jsonl": '{"a": 1}\n{"question": "\xe9"}',
         "fields.jsonl": '{"question": "?", "answer": {"value": 5}}',
     }  # fmt: skip
+    (folder / "saved" / "train").mkdir(parents=True)
+    (folder / "saved" / "train" / "data-00000-of-00001.arrow").touch()
+    (folder / "ends.py").write_text("exit(0)")
     texts["deep.jsonl"], texts["head.csv"] = "[" * 100_000, "question,answer\n"
     (folder / "judge.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth): ...\ndef single(completion): ...\n"
@@ -457,7 +461,9 @@ def test_envs_try_lists_rows_with_their_golds(tmp_path, capsys):
     assert "math-verify" in printed
 
 
-@pytest.mark.parametrize("body", ["return [1.0, 2.0]", "return [float('nan')]", "return {'score': 1}", "return 1 / 0"])
+@pytest.mark.parametrize(
+    "body", ["return [1.0, 2.0]", "return [float('nan')]", "return {'score': 1}", "return 1 / 0", "exit(0)"]
+)
 def test_envs_try_names_the_line_of_a_reward_that_fails(tmp_path, capsys, body):
     path = write(tmp_path / "rows.jsonl", [GSM8K])
     (tmp_path / "rw.py").write_text(f"\ndef j(completions):\n    {body}\n")
