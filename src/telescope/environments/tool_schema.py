@@ -197,7 +197,7 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
     state_parameter = None
     for parameter in parameters:
         hint = hints.get(parameter.name, Any)
-        if hint is RolloutState:
+        if RolloutState in (hint, *typing.get_args(hint)):  # it may be optional
             state_parameter = parameter.name
             continue
         if parameter.default is None and hint is not Any:

@@ -269,8 +269,9 @@ def test_arguments_of_any_number_are_a_list_to_the_model():
         call(total, [1, 2, "three"])
 
 
-def test_the_state_is_passed_and_not_in_the_schema():
-    def remember(text: str, state: RolloutState):
+@pytest.mark.parametrize("annotation", [RolloutState, RolloutState | None])
+def test_the_state_is_passed_and_not_in_the_schema(annotation):
+    def remember(text: str, state: annotation):
         state.custom["text"] = text
 
     assert list(parameters_of(remember)["properties"]) == ["text"]
