@@ -105,6 +105,12 @@ class ToolEnvironment(MultiTurnEnvironment):
         self.tools = list(tools or ())
         self._tools: dict[str, Tool] = {}
         for function in self.tools:
+            if isinstance(function, str | dict):
+                mixin = "SandboxTools" if isinstance(function, str) else "McpTools"
+                raise UserError(
+                    f"{type(self).__name__} has no tool {function!r}: give a function, or put {mixin} before "
+                    "ToolEnvironment in its bases (docs/tools.md)."
+                )
             tool = function if isinstance(function, Tool) else Tool(function)
             if tool.name in self._tools:
                 raise UserError(f"{type(self).__name__} has two tools named {tool.name!r}.")

@@ -315,3 +315,5 @@ def test_arguments_of_the_class_are_checked():
         Tools(tool_call_format="json")
     with pytest.raises(UserError, match="two tools named 'add'"):
         Tools([add, add])
+    with pytest.raises(UserError, match="no tool 'shell': give a function, or put SandboxTools before ToolEnvironment"):
+        Tools(["shell"])
