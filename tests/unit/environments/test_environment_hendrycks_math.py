@@ -91,6 +91,8 @@ def test_no_problem_is_solved_by_copying_a_formula_of_it(environment):
         (r"58,\!500", "58500", "", True), (r"5 \!\! !", "120", "", False),
         ("3+2x", "2x+3", "Let $f(x)=x$.", True), ("x+1", "1+x", "Let $3x+1=2$.", True),
         ("2^{10}", "2^{10}", "Which is larger, $2^{10}$ or $10^3$?", True), ("3", "3.0", "Round $3$.", True),
+        ("1,000", "1000", "There are 1,000 people.", True), (r"\$4.50", "4.5", "Tickets cost $4.50.", True),
+        ("-5", "x=-5", "Solve $f(x)=-5$.", True),
     ],
 )  # fmt: skip
 def test_another_notation_is_accepted_and_a_restatement_refused(answer, expected, problem, accepted):

@@ -40,6 +40,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)
 _SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
 """Signs around a number: degrees, percent, dollars, a unit."""
 _DIGITS = r"(?:[0-9]+(?:\{?,\}?[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
+_DECIMAL = re.compile(r"(?:[A-Za-z]=)?[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DIGITS}"  # 12, 1,000, 0.5
@@ -61,6 +62,8 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
     if len(answer) > MAX_CHARACTERS:
         return answer == expected
     answer_text, expected_text = _plain(normalize_answer(answer)), _plain(normalize_answer(expected))
+    if _DECIMAL.fullmatch(answer_text) and _DECIMAL.fullmatch(expected_text):
+        return True  # 1,000 for 1000 is no formula of the problem, even if the problem has it
     if answer_text == expected_text:
         return _plain(to_latex(answer)) == _plain(to_latex(expected)) or not _is_copied(answer, problem)
     if _kinds(normalize_answer(answer)) - _kinds(normalize_answer(expected)):
