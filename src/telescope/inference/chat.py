@@ -98,4 +98,6 @@ def connect(url: str, secret: str) -> openai.OpenAI:
     """Returns a client for a server at `url`."""
     # No deadline for generation: a completion may take hours on a CPU.
     timeout = openai.Timeout(None, connect=CONNECT_SECONDS)
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, timeout=timeout, max_retries=0)
+    # The server is on this machine, which a proxy of the environment would not reach.
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, timeout=timeout, max_retries=0, http_client=direct)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from telescope.config import TelescopeConfig
 from telescope.inference.base import TraceTarget, parse_request_id
 from telescope.inference.vllm.adapter import REQUEST_ID_PREFIX
 from telescope.utils.packages import is_installed
+from telescope.utils.process import without_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 def trace_environment(target: TraceTarget, server: int) -> dict[str, str]:
     """Returns OpenTelemetry's environment for a server's process. The secret is in no command line."""
-    return {
+    return without_proxy(str(urlsplit(target.url).hostname)) | {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {target.secret}')}",
         "OTEL_RESOURCE_ATTRIBUTES": f"{SERVER_ATTRIBUTE}={server}",

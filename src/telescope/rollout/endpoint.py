@@ -33,6 +33,7 @@ from telescope.environments.context import Answer, Call, RefusedCall
 from telescope.environments.user_code import error_text
 from telescope.errors import InfrastructureError, UserError
 from telescope.rollout.dialects import Body, Dialect, Refusal, new_dialects
+from telescope.utils.process import without_proxy
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 32 * 2**20
@@ -136,6 +137,7 @@ class Endpoint:
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=MAX_CONNECTING).start()
         self._port = self._runner.addresses[0][1]
+        os.environ.update(without_proxy("127.0.0.1"))  # for the clients of agents and of their processes
         if socket:
             await web.UnixSite(self._runner, str(socket), backlog=MAX_CONNECTING).start()
             os.chmod(socket, 0o600)  # only for this user

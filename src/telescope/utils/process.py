@@ -82,6 +82,13 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}"
 
 
+def without_proxy(host: str) -> dict[str, str]:
+    """Returns variables of the environment with which a process reaches `host` directly, also behind a proxy."""
+    names = ("no_proxy", "NO_PROXY")  # clients read one or the other
+    hosts = [each.strip() for name in names for each in os.environ.get(name, "").split(",") if each.strip()]
+    return dict.fromkeys(names, "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, host])))
+
+
 async def in_daemon_thread(function: Callable[[], T]) -> T:
     """Awaits `function` on a thread that nothing waits for at exit.
 

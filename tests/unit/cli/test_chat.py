@@ -56,6 +56,12 @@ def test_an_answer_is_streamed_and_the_next_question_carries_the_history(convers
     assert conversation.finish_reason == "length"
 
 
+def test_the_server_is_asked_directly_and_not_through_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serve(FakeServer) as url:
+        assert list(Conversation(connect(url, "secret"), "model", ChatSettings(1.0, 1.0)).ask("first"))
+
+
 def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(conversation):
     pieces = conversation.ask("first")
     next(pieces)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from telescope.inference.base import RequestId, parse_request_id
+from telescope.inference.base import RequestId, TraceTarget, parse_request_id
 from telescope.inference.request_tracing import (
     TraceReceiver,
     request_rows,
@@ -47,6 +47,13 @@ def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None,
         return connection.getresponse().status
     finally:
         connection.close()
+
+
+def test_traces_reach_the_driver_behind_a_proxy(monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "intern")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    environment = trace_environment(TraceTarget("http://10.0.0.7:4318/v1/traces", "a-secret"), 0)
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "intern,10.0.0.7"
 
 
 def test_a_request_is_queue_prefill_and_decode_end_to_end():

@@ -1,6 +1,7 @@
 """The endpoint of a rollout worker answers the SDKs of OpenAI and Anthropic, and raw requests."""
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -191,6 +192,17 @@ async def test_an_agent_in_a_sandbox_uses_the_unix_socket(tmp_path):
             assert response.status == 200
     await server.stop()
     assert not (tmp_path / "socket").exists()
+
+
+async def test_agents_reach_the_endpoint_behind_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intern, 10.0.0.1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    server = Endpoint(["policy"])
+    await server.start()
+    assert [model.id async for model in Policy(server).openai().models.list()] == ["policy"]
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "intern,10.0.0.1,127.0.0.1"
+    await server.stop()
 
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]

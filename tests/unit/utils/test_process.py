@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from telescope.utils.process import describe_exit, in_daemon_thread
+from telescope.utils.process import describe_exit, in_daemon_thread, without_proxy
 
 
 @pytest.mark.parametrize(("code", "words"), [
@@ -20,6 +20,13 @@ def test_an_exit_code_names_the_signal(code: int, words: str) -> None:
 def test_the_code_is_that_of_subprocess() -> None:
     ended = subprocess.run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
     assert describe_exit(ended.returncode) == "was killed by SIGTERM"
+
+
+def test_a_host_without_proxy_is_added_unless_all_are(monkeypatch) -> None:
+    for known, hosts in (("", "h"), ("a,h", "a,h"), ("*", "*")):
+        monkeypatch.setenv("NO_PROXY", known)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert without_proxy("h") == {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 async def test_a_daemon_thread_returns_values_and_errors_and_outlives_its_call() -> None:
