@@ -54,10 +54,10 @@ from telescope.rollout.trial import notices_of
 from telescope.sandbox.base import PROVIDERS
 from telescope.sandbox.ledger import reap
 from telescope.utils.process import in_daemon_thread
+from telescope.weights.probe import probe_text
 
 logger = logging.getLogger(__name__)
 
-PROBE_TEXT_TOKENS = 64  # length of the fixed text whose logprobs are compared in engine and trainer after a weight sync
 NOT_STARTED: Any = None
 
 
@@ -218,7 +218,7 @@ async def start_components(
             on_failure=components.servers.report_failure,
             on_report=lambda report: record_sync(directory, report),
             adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
-            probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
+            probe_token_ids=probe_text(probe_prompt.token_ids, config.max_model_len),
         )
         components.servers.bring_weights = components.weights.sync_one
     return components

@@ -37,6 +37,15 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """Tolerances by dtype or quantization. They are wide because fingerprints detect stale weights."""
 
 
+TEXT_TOKENS = 64
+"""Length of the text whose logprobs are compared."""
+
+
+def probe_text(prompt: list[int], max_model_len: int) -> list[int]:
+    """Returns the beginning of a prompt, or a prompt of one token twice: the first token of a text has no logprob."""
+    return (prompt if len(prompt) > 1 else 2 * prompt)[: min(TEXT_TOKENS, max_model_len - 1)]
+
+
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
     """Returns the least exact dtype and its bounds on logprob differences.
 

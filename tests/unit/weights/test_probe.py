@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.probe import TOLERANCES, compare, compare_logprobs
+from telescope.weights.probe import TOLERANCES, compare, compare_logprobs, probe_text
 
 
 def share(
@@ -110,3 +110,10 @@ def test_the_message_names_the_tensors_and_keeps_its_length():
     message = str(compare(sent=sent, loaded=[]))
     assert "layer.0" in message
     assert "and 96 more" in message
+
+
+@pytest.mark.parametrize(("prompt", "max_model_len", "text"), [
+    ([5], 64, [5, 5]), ([5, 6], 64, [5, 6]), (list(range(90)), 512, list(range(64))), ([5, 6, 7, 8], 4, [5, 6, 7]),
+])  # fmt: skip
+def test_the_text_of_a_probe_has_a_token_with_a_logprob(prompt, max_model_len, text):
+    assert probe_text(prompt, max_model_len) == text
