@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -133,6 +134,8 @@ class Environment(Dataset):
     """A model that scores answers, from the keyword argument `judge`."""
     rollout_timeout_seconds: float = 3600.0
     """Time limit of an overridden `rollout`, generation included."""
+    call_timeout_seconds: float = math.inf
+    """Time limit of a call of its methods, in a rollout worker."""
     endpoint_socket: str = ""
     """Unix socket of the endpoint for agents in local sandboxes, in a rollout worker whose environments have agents."""
     resources_per: ClassVar[Literal["host", "process"]] = "host"

@@ -24,6 +24,8 @@ _LOCK_KEY = "_sandbox_lock"
 """Key of `state.custom` with the lock that runs the calls of one answer in order."""
 
 SCRIPT_PATH = "/tmp/.telescope_script.py"
+WAIT_SHARE = 0.9
+"""Share of a call's time limit in which a sandbox must be free. Else the call's own error would not name the pool."""
 MAX_STREAM_CHARACTERS = 6_000
 """Characters of each stream that the model reads; the middle of a longer one is left out."""
 
@@ -130,6 +132,7 @@ async def pool_of(environment: Environment, image: str | None = None) -> Generic
         if environment.endpoint_socket and made.name == "local":
             config = replace(config, extra={"endpoint": environment.endpoint_socket, **config.extra})
         pool = GenericSandboxPool(made, config, *sizes)
+        pool.wait_seconds = WAIT_SHARE * environment.call_timeout_seconds
         await pool.start()
         return pool
 

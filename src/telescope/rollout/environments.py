@@ -47,7 +47,11 @@ class LoadedEnvironments:
     def __init__(self, environments: Sequence[LoadedEnvironment], *, timeout_seconds: float) -> None:
         self.by_key = {each.spec.identity: each for each in environments}
         self._thread = UserThread(timeout_seconds)
-        self._agents = [each.inner for each in environments if each.inner is not None and is_agent(each.inner)]
+        inner = [each.inner for each in environments if each.inner is not None]
+        self._agents = [each for each in inner if is_agent(each)]
+        for environment in inner:
+            if not is_agent(environment):  # an agent's rollout may wait for longer
+                environment.call_timeout_seconds = timeout_seconds
         self._endpoint: Endpoint | None = None
         if self._agents:
             from telescope.rollout.endpoint import Endpoint  # 4 MiB of aiohttp's server, which only agents need

@@ -64,6 +64,8 @@ class GenericSandboxPool:
         self.in_use_sandboxes: set[SandboxHandle] = set()
         self.all_sandboxes: dict[SandboxHandle, float] = {}
         """Creation time of each sandbox, by `time.monotonic()`."""
+        self.wait_seconds: float | None = None
+        """Default timeout of `acquire`."""
         self._reuse = provider.is_reusable if reuse is None else reuse
         self._ready_since: dict[SandboxHandle, float] = {}
         self._creating = asyncio.Semaphore(max_concurrent_creates)
@@ -86,6 +88,7 @@ class GenericSandboxPool:
     @partial(measured, "queue")
     async def acquire(self, timeout: float | None = None) -> SandboxHandle:
         """Returns a running sandbox. Raises `SandboxError` if none becomes free within `timeout` seconds."""
+        timeout = self.wait_seconds if timeout is None else timeout
         try:
             async with asyncio.timeout(timeout):
                 return await self._take()

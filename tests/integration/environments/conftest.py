@@ -80,9 +80,9 @@ async def load(tokenizer_path):
         renderer = Renderer(RendererSpec(tokenizer_path))
         environments = [LoadedEnvironment(spec, renderer, [str(ENVIRONMENTS), str(OUTSIDE)]) for spec in specs]
         infos = {each.spec.identity: each.describe() for each in environments}
+        loaded.append(Loaded(environments, timeout_seconds=timeout_seconds))
         for each in environments:
             await each.prepare_own_resources()
-        loaded.append(Loaded(environments, timeout_seconds=timeout_seconds))
         loaded[-1].infos = infos
         return loaded[-1]
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from telescope.environments.types import EnvironmentSpec
+from telescope.errors import InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -57,3 +58,15 @@ async def test_a_game_of_wordle_runs_to_its_end(load, encode):
     assert [reply.done for reply in replies] == [False, False, True]
     assert replies[2].end_reason == "max_turns_reached"
     assert replies[2].reward.sample_metrics["num_invalid"] == 2.0
+
+
+@pytest.mark.sandbox
+async def test_a_rollout_that_finds_no_free_sandbox_names_the_size_of_the_pool(load, encode):
+    """The time limit of the call would fail the environment, and advise to raise the limit."""
+    pool = await load(EnvironmentSpec("terminal_tasks", {"pool_size": 1}), timeout_seconds=5.0)
+    for rollout in ("r0", "r1"):
+        await pool.begin(rollout, "terminal_tasks", 0)
+    answer = encode(call("shell", "ls"))
+    await pool.respond("r0", answer)
+    with pytest.raises(InfrastructureError, match=r"within 4\.5 s: 1 of 1 are in use\. Raise pool_size"):
+        await pool.respond("r1", answer)
