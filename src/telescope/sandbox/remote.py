@@ -47,6 +47,8 @@ MAX_INLINE_BYTES = 24_000
 """Longer commands are uploaded: a service accepts 64 kB in a command line, and base64 makes commands longer."""
 GRACE_SECONDS = 10
 """Extra time for a service after the command's own deadline, so that the script reports first."""
+CALL_SECONDS = 60
+"""Longest time for a service to list or destroy sandboxes."""
 POLL_SECONDS = (0.5, 5.0)
 """First and longest pause between two polls of a detached command."""
 POLL_FAILURES = 5
@@ -233,7 +235,7 @@ class RemoteSandboxProvider(SandboxProvider):
 
     async def destroy(self, handle: SandboxHandle) -> None:
         with contextlib.suppress(SandboxNotRunningError), self._translated("destroy", handle.id):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(CALL_SECONDS):
                 await self._destroy(handle)
 
     def bulk_destroy_sync(self, handles: Iterable[SandboxHandle]) -> None:
@@ -247,7 +249,8 @@ class RemoteSandboxProvider(SandboxProvider):
 
     async def find(self, run: str) -> list[SandboxHandle]:
         with self._translated("list"):
-            return await self._find(run)
+            async with asyncio.timeout(CALL_SECONDS):  # runs do this when they start and end
+                return await self._find(run)
 
     @contextlib.contextmanager
     def _translated(self, call: str, sandbox_id: str = "", command: str = "", timeout: float = 0) -> Iterator[None]:

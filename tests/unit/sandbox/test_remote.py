@@ -335,6 +335,20 @@ async def test_service_that_does_not_answer_is_no_slow_command(trial, name, monk
 
 
 @pytest.mark.parametrize("name", ["docker"])
+@pytest.mark.parametrize("call", ["list", "destroy"])
+async def test_service_that_hangs_holds_up_neither_start_nor_end_of_a_run(trial, name, call, monkeypatch):
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "CALL_SECONDS", 0.01)
+        patched.setattr(trial.provider, "_checked", hang)
+        calls = {"list": trial.provider.find, "destroy": trial.provider.destroy}
+        with pytest.raises(SandboxError, match=f"docker: {call}: TimeoutError"):
+            await asyncio.wait_for(calls[call](SandboxHandle("x")), 5)
+
+
+@pytest.mark.parametrize("name", ["docker"])
 async def test_container_is_locked_down(trial, docker, name):
     await trial.shared()
     line = " ".join(docker_calls(docker)[0])
