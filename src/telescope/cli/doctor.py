@@ -163,6 +163,8 @@ def check_machine(gpus: list[str]) -> Iterator[Check]:
     yield judge("C compiler", compiler or "none", (not compiler, "note", fix))
     found = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
     fix = "none is needed for `make demo`; models of more than a few million parameters want one"
+    if problem := machine.driver_problem():
+        found, fix = f"none, because nvidia-smi fails: {problem}", "repair the driver; after its update, restart"
     yield judge("GPU", found or "no NVIDIA GPU", (not gpus, "note", fix))
 
 

@@ -22,6 +22,7 @@ import psutil
 
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
+from telescope.utils.text import single_line
 
 NVIDIA_SMI_TIMEOUT_SECONDS = 60.0  # without persistence mode the driver wakes the GPUs, seconds for each
 CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
@@ -88,21 +89,33 @@ def visible_gpus(*quantities: str) -> list[list[str]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
-    gpus = [[part.strip() for part in line.split(",")] for line in _ask_nvidia_smi(quantities) if line.strip()]
+    gpus = [[part.strip() for part in line.split(",")] for line in _ask_nvidia_smi(quantities)[0] if line.strip()]
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",")]
         gpus = [gpu for gpu in gpus if gpu[0] in wanted or any(gpu[1].startswith(name) for name in wanted if name)]
     return [values for _, _, *values in gpus if len(values) == len(quantities)]
 
 
+def driver_problem() -> str | None:
+    """Returns why nvidia-smi, which is installed, lists no GPUs. None if it lists some, or is not installed."""
+    return _ask_nvidia_smi(("memory.total",))[1]
+
+
 @functools.cache  # the checks before a start ask ten times
-def _ask_nvidia_smi(quantities: tuple[str, ...]) -> list[str]:
+def _ask_nvidia_smi(quantities: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """Returns the lines of nvidia-smi, and why there are none."""
     command = ["nvidia-smi", f"--query-gpu=index,uuid,{','.join(quantities)}", "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []  # no driver is the ordinary case of a machine without GPUs
-    return result.stdout.splitlines()
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS, check=False
+        )
+    except OSError:
+        return [], None  # no driver is the ordinary case of a machine without GPUs
+    except subprocess.TimeoutExpired:
+        return [], f"it does not end within {NVIDIA_SMI_TIMEOUT_SECONDS:.0f} s"
+    if result.returncode:
+        return [], single_line(" ".join((result.stdout + result.stderr).split())) or f"exit code {result.returncode}"
+    return result.stdout.splitlines(), None
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:

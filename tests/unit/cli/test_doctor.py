@@ -1,6 +1,7 @@
 """`telescope doctor`: every problem comes with a fix, and the exit code shows whether training can run."""
 
 import json
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,8 @@ import pytest
 from telescope.cli import doctor
 from telescope.cli.doctor import Check
 from telescope.cli.main import main
-from telescope.config import load_config
+from telescope.config import load_config, machine
 from telescope.config.machine import LOOPBACK
-from telescope.config.plan import ClusterResources, NodeResources
 from telescope.orchestrator import preflight
 
 CPU_TORCH: dict[str, object] = {"version": "2.13.0+cpu", "cuda": None, "gpus": 0, "gloo": True, "nccl": False}
@@ -160,16 +160,29 @@ def test_what_a_run_would_refuse_keeps_training_from_running(monkeypatch: pytest
     assert not doctor.can_train(list(checks.values()))
 
 
-@pytest.mark.parametrize(("gpus", "status"), [(0, "bad"), (1, "ok")])
-def test_shared_memory_below_the_queues_of_vllm_keeps_servers_on_the_cpu_from_starting(monkeypatch, gpus, status):
-    node = NodeResources("here", cpus=8.0, gpus=gpus, memory_bytes=8 << 30)
-    monkeypatch.setattr(preflight, "local_resources", lambda: ClusterResources((node,)))
+@pytest.mark.parametrize(("num_workers", "status"), [(2, "bad"), (1, "ok")])
+def test_shared_memory_below_the_queues_of_vllm_keeps_servers_of_several_workers_from_starting(
+    monkeypatch, num_workers, status
+):
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20, total=64 << 20))
-    check = default_run(monkeypatch)["shared memory"]
+    sizes = {"inference_tensor_parallel_size": str(num_workers), "inference_num_workers": str(2 * num_workers)}
+    check = default_run(monkeypatch, **sizes)["shared memory"]
     assert check.status == status
     assert ("2 servers of vLLM need 320 MiB" in check.found) == (status == "bad")
     rooms = {check.name: check for check in doctor.check_machine([])}
     assert (rooms["object store"].status, rooms["disk"].status) == ("note", "note")
+
+
+def test_a_driver_that_fails_is_named_where_no_gpu_is_found(monkeypatch, tmp_path: Path, request):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho Failed to initialize NVML: Driver/library version mismatch\nexit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machine._ask_nvidia_smi.cache_clear()
+    request.addfinalizer(machine._ask_nvidia_smi.cache_clear)
+    [check] = [check for check in doctor.check_machine([]) if check.name == "GPU"]
+    assert check.found.endswith("nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch")
+    assert check.fix and "driver" in check.fix
 
 
 def test_shared_memory_that_is_missing_keeps_training_from_running(monkeypatch, tmp_path: Path):
