@@ -17,7 +17,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from telescope.config.model_source import is_local_path
 from telescope.rollout.tokens import Tokenizer, added_token
+from telescope.utils.text import user_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,10 @@ def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 
 def model_folder(name: str) -> Path:
     """Returns a folder with a model's `FILES`, downloaded if it is a hub id. Raises `OSError` or `ValueError`."""
-    if Path(name).is_dir():
-        return Path(name)
+    if is_local_path(name):
+        if not (folder := user_path(name)).is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return folder
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=list(FILES)))

@@ -340,6 +340,11 @@ def test_a_hub_id_is_read_from_the_cache_of_the_hub(folders, tmp_path, monkeypat
             Renderer(RendererSpec(missing))
 
 
+def test_a_folder_that_does_not_exist_is_not_taken_for_a_hub_id(tmp_path):
+    with pytest.raises(UserError, match=r"missing/model' cannot be loaded: there is no such folder$"):
+        Renderer(RendererSpec(str(tmp_path / "missing" / "model")))
+
+
 def test_a_broken_tokenizer_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json: "):
         Renderer(RendererSpec(str(written(tmp_path, '{"model": 1}'))))
