@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> str:
     """Returns the job for a command line. Raises `UserError`."""
-    loaded = load_config(arguments.config, arguments.fields, {})
+    # Slurm passes the variables of this shell on to the job.
+    loaded = load_config(arguments.config, arguments.fields, None if arguments.kind == "slurm" else {})
     config = loaded.config
     kind, folder = arguments.kind, arguments.run_dir or config.run_dir
     given = {name: value for name, value in vars(arguments).items() if value is not None}

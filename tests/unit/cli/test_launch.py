@@ -143,6 +143,12 @@ def test_a_file_for_one_machine_joins_the_cluster_of_its_job(render, tmp_path):
         assert re.search(r"start(?: \S+)? --ray_address ", render(kind, *more))
 
 
+@pytest.mark.parametrize(("kind", "more", "is_passed_on"), [("slurm", [], True), ("kuberay", KUBERAY, False)])
+def test_a_job_looks_for_checkpoints_where_its_run_writes_them(render, monkeypatch, kind, more, is_passed_on):
+    monkeypatch.setenv("TELESCOPE_CHECKPOINT_DIR", "/large/first")
+    assert ("compgen -G /large/first" in render(kind, *more)) == is_passed_on
+
+
 def test_what_a_job_could_not_run_with_is_refused(render):
     for argv, words in (
         (["kuberay"], "--image"),
