@@ -36,7 +36,7 @@ def build_parser() -> CommandParser:
         "--cache-dir", type=user_path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
     )
     for field in fields(TinyModelSettings):
-        kind: dict[str, Any] = {"type": type(field.default), "metavar": "X" if field.type is float else "N"}
+        kind: dict[str, Any] = {"type": type(field.default), "metavar": {float: "X", str: "NAME"}.get(field.type, "N")}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         explanation = f"{field.metadata['help']} (default: {field.default})"
