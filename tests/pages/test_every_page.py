@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+from tests.browser import DashboardProcess
 from tests.pages.page_visit import PLACES, Visit, visit
+from tests.unit.dashboard.conftest import write_run
 
 from telescope.cli.ui import export
 
@@ -98,3 +101,18 @@ def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
     # What is wider than the page is cut by these, not scrolled.
     frame = page.locator("html, body, #root, main, main > *")
     assert max(frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")) <= PHONE["width"]
+
+
+def test_a_long_name_of_a_run_widens_no_page(browser: Browser, tmp_path: Path):
+    name = "最適化_learning-rate=1e-6,model=Qwen3-0.6B_" + "x" * 80
+    for folder in (name, "other"):
+        write_run(tmp_path / folder, "grpo")
+    with DashboardProcess(tmp_path) as server, visit(browser, server.address, viewport=PHONE) as opened:
+        beside = {"with": quote(name, safe="")}  # parts of a list are encoded once more
+        for place, params in (("metrics", beside), ("code", {}), ("overview", {"config": "diff"})):
+            page = opened.open(f"other/{place}", params)
+            expect(page.locator("main")).to_contain_text(name[:20])
+            frame = page.locator("html, body, #root, main, main > *")
+            widths = frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")
+            assert max(widths) <= PHONE["width"], place
+        assert opened.problems == []

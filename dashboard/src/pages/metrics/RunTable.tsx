@@ -10,6 +10,7 @@ import { useResource } from "../../state/resource";
 import type { Comparison } from "../../types";
 import { SEEDS } from "../../state/groups";
 import { elsewhere, format, setOthers, useOthers, useParam, usePlace } from "../../state/url";
+import { visible } from "../../text/hostile";
 
 const COLUMNS: [metric: string, title: string][] = [
   ["reward/all_groups/mean", "reward"],
@@ -95,7 +96,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
                     <b>{run.name}</b> <span className="f">{run.members.length === 1 ? "1 run" : `mean of ${run.members.length} runs`}</span>
                   </>
                 ) : (
-                  <a href={format(elsewhere(place, { run: run.id, page: "overview" }))}>
+                  <a href={format(elsewhere(place, { run: run.id, page: "overview" }))} title={visible(run.id)}>
                     <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
                   </a>
                 )}
