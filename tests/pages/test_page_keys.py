@@ -74,6 +74,18 @@ def test_brackets_that_a_keyboard_writes_with_option_are_keys_too(visitor: Visit
     expect(page.locator("dialog[open]")).to_have_count(0)
 
 
+def test_enter_that_chooses_a_character_opens_nothing(visitor: Visit):
+    page = visitor.open("first/overview")
+    page.keyboard.press("Control+k")
+    field = page.get_by_role("combobox", name="Search everything")
+    field.fill("timeline")
+    pressed = {"key": "Enter", "bubbles": True, "cancelable": True}
+    field.dispatch_event("keydown", {**pressed, "isComposing": True})
+    expect(field).to_be_visible()
+    field.dispatch_event("keydown", pressed)
+    page.wait_for_url("**/timeline*")
+
+
 def test_the_palette_opens_a_page_a_metric_and_a_run(visitor: Visit):
     page = visitor.open("first/overview")
     for text, url in (

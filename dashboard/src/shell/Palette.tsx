@@ -112,6 +112,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     command.run();
   };
   const key = (event: React.KeyboardEvent) => {
+    if (event.nativeEvent.isComposing) return; // the key chooses a character of another script
     if (event.key === "ArrowDown") setAt((at + 1) % Math.max(1, found.length));
     else if (event.key === "ArrowUp") setAt((at + found.length - 1) % Math.max(1, found.length));
     else if (event.key === "Enter") choose(found[at]);

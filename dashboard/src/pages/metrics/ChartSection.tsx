@@ -52,7 +52,7 @@ export function ChartSection({ index, layout, change, isNew, runs, view, open, f
             onFocus={(event) => event.target.select()}
             onBlur={(event) => rename(event.target.value)}
             onKeyDown={(event) => {
-              if (event.key === "Enter") rename(event.currentTarget.value);
+              if (event.key === "Enter" && !event.nativeEvent.isComposing) rename(event.currentTarget.value);
               else if (event.key === "Escape") setNaming(false);
               else return;
               event.stopPropagation();

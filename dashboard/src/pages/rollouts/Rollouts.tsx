@@ -155,7 +155,7 @@ export function Rollouts() {
     ...VIEW_KEYS.map((view, i) => ({ keys: [String(i)], does: `show as ${view}`, run: () => setParams({ view }, true) })),
   ]);
   const openFirst = (event: React.KeyboardEvent<HTMLInputElement>) => {
-    if (event.key !== "Enter" || !draft) return;
+    if (event.key !== "Enter" || event.nativeEvent.isComposing || !draft) return;
     wantsFirst.current = true;
     event.currentTarget.blur();
     setParams({ search: draft, list: "answers" }, true);
