@@ -71,9 +71,10 @@ class Projects:
         except UserError as error:
             problem = str(error)
         kept = value if isinstance(value, dict) else {}
-        lists = [kept.get(name) for name in ("added", "removed")]
-        added, removed = ([path for path in each or () if PATH.fullmatch(str(path))] for each in lists)
-        return added, removed, problem
+        added, removed = (
+            [path for path in kept.get(name) or () if isinstance(path, str)] for name in ("added", "removed")
+        )
+        return [path for path in added if PATH.fullmatch(path)], removed, problem
 
     def _follow(self) -> None:
         due = 0.0

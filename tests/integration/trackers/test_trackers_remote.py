@@ -321,6 +321,7 @@ def test_projects_are_found_by_key_and_added_and_removed_on_the_page(server, rec
     upload(server.add_run("mine", stored_run("live")), recorder.files.run_dir)
     server.add_run("old", StoredRun("foreign", "the other framework", {"lr": 1}, tags=["telescope"]))
     server.add_run("unrelated", StoredRun("cats"))
+    server.add_run("a name of words", StoredRun("dogs", tags=["telescope"]))
     app = create_app([], documents=tmp_path / "kept")
     client = TestClient(app, base_url="http://localhost")
 
@@ -331,20 +332,25 @@ def test_projects_are_found_by_key_and_added_and_removed_on_the_page(server, rec
         version = client.get("/api/user/projects").json()["version"]
         assert client.put("/api/user/projects", json={"value": value, "version": version}).status_code == 200
 
+    words = "someone/a name of words"
     app.state.projects.start()
     try:
-        until(lambda: {path: row["runs"] for path, row in listed().items()} == {"someone/mine": 1, "someone/old": 0})
+        until(
+            lambda: (
+                {path: row["runs"] for path, row in listed().items()} == {"someone/mine": 1, "someone/old": 0, words: 0}
+            )
+        )
         assert client.get("/api/projects").json()["can_change"]
         until(lambda: [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["live"])
         problem = "Runs of another layout, without a record of Telescope: the other framework."
         until(lambda: problem in str(client.get("/api/runs").json()["problems"]))
-        choose(added=["someone/unrelated", "someone/gone", "no path"], removed=["someone/mine"])
+        choose(added=["someone/unrelated", "someone/gone", "no path"], removed=["someone/mine", words])
         until(lambda: set(listed()) == {"someone/old", "someone/unrelated", "someone/gone"})
         until(lambda: "has no project" in str(listed()["someone/gone"]["problem"]))
-        assert client.get("/api/projects").json()["removed"] == ["someone/mine"]
+        assert client.get("/api/projects").json()["removed"] == ["someone/mine", words]
         until(lambda: client.get("/api/runs").json()["runs"] == [])
         choose()
-        until(lambda: set(listed()) == {"someone/mine", "someone/old"})
+        until(lambda: set(listed()) == {"someone/mine", "someone/old", words})
     finally:
         app.state.projects.close()
 
