@@ -321,3 +321,12 @@ def test_a_tap_on_a_chart_selects_the_step_there(browser: Browser, dashboard: Da
         page.wait_for_url(f"**step={NUM_STEPS - 1}*")
         expect(chart.get_by_role("button", name=f"What changed at step {NUM_STEPS - 1}")).to_be_visible()
         assert opened.problems == []
+
+
+def test_what_a_mouse_shows_is_visible_on_a_tablet(browser: Browser, dashboard: DashboardProcess):
+    tablet = {"viewport": {"width": 1024, "height": 768}, "has_touch": True, "is_mobile": True}
+    with visit(browser, dashboard.address, **tablet) as opened:
+        page = opened.open("first/metrics")
+        for hidden in (".tree .mm input:not(:checked)", ".charts .take"):
+            expect(page.locator(hidden).first).to_have_css("opacity", "1")
+        assert opened.problems == []
