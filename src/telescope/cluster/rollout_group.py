@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -64,14 +65,16 @@ class RolloutActor:
     another thread.
     """
 
-    def __init__(self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec]) -> None:
+    def __init__(
+        self, config_json: str, index: int, run_dir: str, specs: list[EnvironmentSpec], began_at: datetime
+    ) -> None:
         from telescope.record.logging import setup_logging
 
         ignore_sigterm()
         use_temporary_directory()
         os.environ[DIRECTORY_VARIABLE] = run_dir
         self._config = config = TelescopeConfig.from_json(config_json)
-        self._specs, self._index, self._sandboxes = specs, index, Activity()
+        self._specs, self._index, self._began_at, self._sandboxes = specs, index, began_at, Activity()
         setup_logging(Path(run_dir), f"rollout-{index}", None, debug=config.debug, console=False)
         # User code may write to stdout and stderr, which Ray would send to the driver.
         self._log_path = RunFiles(run_dir).log(f"rollout-{index}")
@@ -100,7 +103,7 @@ class RolloutActor:
         from telescope.rollout.worker import RolloutWorker
 
         config = self._config
-        renderer = Renderer(RendererSpec.from_config(config))
+        renderer = Renderer(RendererSpec.from_config(config), now=self._began_at)
         paths = [str(Path(place).expanduser().resolve()) for place in config.environments_path]
         loaded = [LoadedEnvironment(spec, renderer, paths, on_stage=_log_stage) for spec in self._specs]
         infos = [each.describe(checks_template=checks_template) for each in loaded]
@@ -300,6 +303,8 @@ class RolloutGroup:
         self.config, self.specs, self.run_dir = config, list(specs), run_dir
         self.restarts = itertools.count()
         self.first_version = 0
+        self._began_at = datetime.now()
+        """Time that chat templates show in all prompts."""
         self.engines: list[tuple[str, str]] = []
         """Address and secret of the servers, once they are started."""
         self.versions: Any = list
@@ -327,7 +332,7 @@ class RolloutGroup:
             nodes = [node for node in self._nodes if node in alive]
             strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
         actor = self._actor_class.options(scheduling_strategy=strategy)
-        return actor.remote(self.config.to_json(), index, str(self.run_dir), self.specs)
+        return actor.remote(self.config.to_json(), index, str(self.run_dir), self.specs, self._began_at)
 
     async def start(self) -> None:
         """Starts all workers. Raises the first error; it is a `UserError` if the user can fix it."""

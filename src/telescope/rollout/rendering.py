@@ -32,6 +32,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -89,11 +90,13 @@ class TokenOutsideVocabularyError(ValueError):
 class Renderer:
     """A tokenizer and the options of its chat template.
 
-    `tokenizer` replaces the tokenizer at `spec.tokenizer_path`; then no file is read.
+    `tokenizer` replaces the tokenizer at `spec.tokenizer_path`; then no file is read. Templates that show the date
+    (Llama 3.2, gpt-oss) show that of `now`, so that a prompt is the same whenever it is rendered.
     """
 
-    def __init__(self, spec: RendererSpec, tokenizer: Any = None) -> None:
+    def __init__(self, spec: RendererSpec, tokenizer: Any = None, now: datetime | None = None) -> None:
         self.spec = spec
+        self._clock = {"strftime_now": (now or datetime.now()).strftime}
         files: dict[str, Mapping[str, Any]] = {}
         if tokenizer is None:
             tokenizer, files = _load(spec)
@@ -177,6 +180,7 @@ class Renderer:
         """Replaces the tokenizer's method in `format_prompt`. Puts breaks into text that it renders."""
         if not tokenize:
             conversation = self.neutral(serialize_messages(conversation, "build_messages"))
+        options = {**self._clock, **options}
         return self.tokenizer.apply_chat_template(conversation, *arguments, tokenize=tokenize, **options)
 
     def chat_text(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> str:
@@ -202,6 +206,7 @@ class Renderer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=self.spec.enable_thinking,
+                **self._clock,
                 **({"tools": tools} if tools else {}),
             )
 

@@ -233,6 +233,19 @@ async def test_user_code_that_allocates_without_limit_fails_alone(ground, tmp_pa
         assert rewards(groups[1:]) == [1.0] * 5 and run.num_replaced == 0
 
 
+async def test_a_template_shows_the_same_time_in_all_workers_of_a_run(ground, tmp_path):
+    template = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}"
+    async with workers(ground, tmp_path, rollout_num_workers=2, chat_template=template) as run:
+
+        async def texts() -> set[str]:
+            return {each.text for each in await asyncio.gather(*(run.pool.prepare("hostile", 0) for _ in range(4)))}
+
+        first = await texts()
+        await run.group.handles[0].kill()
+        await eventually(lambda: run.num_replaced == 1 and run.pool.workers[0].is_open)
+        assert len(first | await texts()) == 1
+
+
 async def test_workers_that_end_too_often_end_the_run(ground, tmp_path):
     async with workers(ground, tmp_path, rollout_max_restarts=1) as run:
         with pytest.raises(InfrastructureError, match="after 1 rollout workers already"):

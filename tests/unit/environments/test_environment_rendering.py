@@ -1,10 +1,13 @@
 """Prompts as text and as token ids, with a fake tokenizer."""
 
+import copy
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import released
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.errors import UserError
@@ -37,7 +40,7 @@ class FakeTokenizer:
     def decode(self, ids, **_):
         return "".join({BOS: "<s>", EOS: "</s>"}.get(number, chr(number % 1000)) for number in ids)
 
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking=False):
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking=False, **_):
         text = "<s>" + "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"
         return text + ("<think>\n" if enable_thinking else "")
 
@@ -52,6 +55,14 @@ class Question(SingleTurnEnvironment):
 
 def renderer(tokenizer, **options):
     return Renderer(RendererSpec("the/model", **options), tokenizer)
+
+
+@pytest.mark.parametrize(("template", "shown"), [("llama3_2", "04 May 2031"), ("gptoss", "2031-05-04")])
+def test_a_template_shows_the_date_that_it_is_given(template, shown):
+    spec = RendererSpec("the/model", chat_template=released.chat_template(template))
+    made = Renderer(spec, copy.copy(released.tokenizer("qwen3")), datetime(2031, 5, 4))
+    assert shown in made.chat_text([{"role": "user", "content": "q"}])
+    assert shown in made.prompt_text(Question(), "q")
 
 
 @pytest.mark.parametrize("adds", ["", "b", "e", "be"])
