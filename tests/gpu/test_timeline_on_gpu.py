@@ -134,7 +134,7 @@ def test_nvml_reports_every_gauge_of_every_gpu(matrix: torch.Tensor) -> None:
         work(matrix)
         torch.cuda.synchronize()
     started = time.perf_counter()
-    readings = reader()
+    readings = list(reader())
     seconds = time.perf_counter() - started
     found = {(reading.gpu, reading.name): reading.value for reading in readings}
     print(f"\n{names}: one reading of all GPUs {seconds * 1e3:.2f} ms; {found}")

@@ -116,15 +116,16 @@ class Sampler:
             self._thread.join(timeout)
 
     def sample(self) -> None:
-        """Reads once."""
+        """Reads once. Keeps what `read` yields before it raises."""
+        found: list[Reading] = []
         try:
-            readings = self._thin(self._read())
+            found.extend(self._read())
         except Exception as error:  # Sampling must not end the process, whatever a driver raises.
             if (kind := type(error).__name__) not in self._reported:
                 self._reported.add(kind)
                 with self._lock:
                     self._problems.append(f"cannot be read: {error!r}. It is tried again; this error is reported once")
-            return
+        readings = self._thin(found)
         with self._lock:
             self._num_dropped += max(0, len(self._buffer) + len(readings) - MAX_BUFFERED)
             self._buffer.extend(readings)

@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,18 +175,22 @@ class GpuReader:
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()
-            self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            indices = range(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
             raise NoGpusError(f"NVML reports: {error}") from error
+        self._devices: dict[int, Any] = {}
+        for index in indices:
+            with suppress(pynvml.NVMLError):  # a GPU that is lost
+                self._devices[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
         if not self._devices:
-            raise NoGpusError("NVML finds no GPU")
+            raise NoGpusError("NVML finds no GPU that can be read")
         self._unsupported: set[tuple[int, str]] = set()
 
     def hardware(self) -> dict[str, Any]:
         """Returns the columns `gpus` and `gpu_driver` of the table `nodes`. Adds the active NVLinks to a GPU's name."""
         nvml, gpus = self._nvml, []
         with suppress(nvml.NVMLError):
-            for device in self._devices:
+            for device in self._devices.values():
                 active = 0
                 with suppress(nvml.NVMLError):  # raised for the first link that the GPU does not have
                     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -198,15 +202,21 @@ class GpuReader:
             return {"gpus": gpus, "gpu_driver": driver}
         return {"gpus": gpus}
 
-    def __call__(self) -> list[Reading]:
-        readings = []
-        for index, device in enumerate(self._devices):
+    def __call__(self) -> Iterator[Reading]:
+        """Yields the readings of all GPUs, then raises the error of a GPU that cannot be read, if there is one."""
+        problem: Exception | None = None
+        for index, device in self._devices.items():
             now = time.time()
             for name, ask in GPU_QUANTITIES.items():
                 if (index, name) in self._unsupported:
                     continue
                 try:
-                    readings.append(Reading(now, name, float(ask(self._nvml, device)), gpu=index))
+                    value = float(ask(self._nvml, device))
                 except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
                     self._unsupported.add((index, name))  # not queried again
-        return readings
+                except self._nvml.NVMLError as error:  # such as a GPU that is lost
+                    problem = error
+                else:
+                    yield Reading(now, name, value, gpu=index)
+        if problem is not None:
+            raise problem

@@ -158,6 +158,26 @@ def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.
     assert undocumented(name for _, name in found) == []
 
 
+def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+    nvml = FakeNvml(num_gpus=3)
+
+    def ask(device: int, *_: int) -> int:
+        if device == lost:
+            raise nvml.NVMLError("GPU is lost")
+        return device
+
+    lost = 0
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", ask)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", ask)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    sampler = Sampler("gpus", 60.0, GpuReader())
+    lost = 1  # later
+    sampler.sample()
+    batch = sampler.take()
+    assert [r.value for r in batch.readings if r.name == "gpu_temperature_celsius"] == [2.0]
+    assert len(batch.problems) == 1 and "GPU is lost" in batch.problems[0]
+
+
 def test_a_machine_sends_its_hardware_with_its_gauges(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(num_gpus=2))
     machine = MachineSampler(60)
