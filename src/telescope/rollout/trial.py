@@ -101,8 +101,8 @@ def _outcome(
                 continue
             child.send_signal(signal.SIGUSR1)
             time.sleep(STACK_SECONDS)
-            field = " (environment_timeout_seconds)" if stage == "making" else ""
-            _fail(f"{doing} did not end within {limits[stage]:g} seconds{field}{_last_output(log)}")
+            fixes = {"making": " (environment_timeout_seconds)", "dataset": ". Download or prepare it before the run"}
+            _fail(f"{doing} did not end within {limits[stage]:g} seconds{fixes.get(stage, '')}{_last_output(log)}")
         try:
             message: dict[str, Any] = json.loads(news.recv_bytes())
         except (EOFError, OSError):

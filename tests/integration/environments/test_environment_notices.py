@@ -68,16 +68,31 @@ class Slow(SingleTurnEnvironment):
 """
 
 
-def test_each_slow_part_of_a_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.rollout.trial.SLOW_SECONDS", 0.5)
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """A folder with an environment of which each part takes a second."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "environment.py").write_text(SLOW)
+    return tmp_path
+
+
+def test_each_slow_part_of_a_load_is_named(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.rollout.trial.SLOW_SECONDS", 0.5)
     said: list[str] = []
-    try_environments([EnvironmentSpec("slow", {})], environments_path=[tmp_path], say=said.append)
+    try_environments([EnvironmentSpec("slow", {})], environments_path=[slow], say=said.append)
     assert said[-2:] == [
         "importing and making the environment 'slow' ...",
         "loading the dataset of the environment 'slow' ...",
     ]
+
+
+def test_a_dataset_that_loads_too_long_is_an_error_with_the_fix(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.rollout.trial.DATASET_SECONDS", 0.5)
+    expected = (
+        "the dataset of the environment 'slow' did not end within 0.5 seconds. Download or prepare it before the run"
+    )
+    with pytest.raises(UserError, match=expected):
+        try_environments([EnvironmentSpec("slow", {})], environments_path=[slow])
 
 
 @pytest.mark.parametrize("spec", [EnvironmentSpec("hendrycks_math", {}), eval_spec("math500", {})])
