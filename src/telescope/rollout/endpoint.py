@@ -137,15 +137,10 @@ class Endpoint:
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=MAX_CONNECTING).start()
         self._port = self._runner.addresses[0][1]
-        os.environ.update(without_proxy("127.0.0.1"))  # for the clients of agents and of their processes
+        os.environ.update(without_proxy(HOST))  # for the clients of agents and of their processes
         if socket:
             await web.UnixSite(self._runner, str(socket), backlog=MAX_CONNECTING).start()
             os.chmod(socket, 0o600)  # only for this user
-        # Clients in this process, and in programs that it starts, must not ask a proxy (`HTTP_PROXY`) for this host.
-        direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
-        if direct != "*":
-            hosts = dict.fromkeys([*filter(None, direct.split(",")), HOST])
-            os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
     async def stop(self) -> None:
         """Ends all rollouts and closes all connections."""

@@ -225,7 +225,7 @@ async def test_an_agent_behind_a_proxy_reaches_the_endpoint(
         monkeypatch.setenv(name, value)
     sample = await (await bench(cls, [last])).run(max_context=16384)
     assert (sample.failure_message, sample.reward.total_reward) == (None, 1.0)
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "a.com,127.0.0.1"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "a.com,b.com,127.0.0.1"
 
 
 class Terminal(TerminalTasksEnvironment):
