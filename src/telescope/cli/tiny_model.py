@@ -36,8 +36,9 @@ def build_parser() -> CommandParser:
         "--cache-dir", type=user_path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
     )
     for field in fields(TinyModelSettings):
-        kind: dict[str, Any] = {"type": type(field.default), "metavar": {float: "X", str: "NAME"}.get(field.type, "N")}
-        if field.type is bool:
+        made = type(field.default)
+        kind: dict[str, Any] = {"type": made, "metavar": {float: "X", str: "NAME"}.get(made, "N")}
+        if made is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         explanation = f"{field.metadata['help']} (default: {field.default})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, help=explanation, **kind)
