@@ -34,6 +34,7 @@ _REWRITTEN = [
         (r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt)(?=\s*\{)", ""),
         (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\mid(?![A-Za-z])", "|"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),

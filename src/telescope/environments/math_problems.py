@@ -46,7 +46,7 @@ _UNREADABLE = (
     (re.compile(r".*(?<!\\)\$.*", re.S), "it is text around a formula"),
     (re.compile(r".*(?<![\\A-Za-z{])[A-Za-z]{2,}\s*:[^A-Za-z]*[0-9].*", re.S), "it has a label"),
     (re.compile(r"[^A-Za-z\\]*[0-9]\s*=\s*[-0-9][^A-Za-z\\]*"), "it is a calculation; give its result"),
-    (re.compile(r"\D*[A-Za-z]{2,}\D*[0-9].*[A-Za-z]{2,}.*", re.S), "it is a sentence, not a final answer"),
+    (re.compile(r"\D*[A-Za-z]{2}\D*[0-9].*[A-Za-z]{2}.*", re.S), "it is a sentence, not a final answer"),
 )
 """Golds of which math-verify reads the letters of words as factors, or no single value."""
 

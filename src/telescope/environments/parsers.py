@@ -47,6 +47,8 @@ _GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 """A letter of multiple choice, alone or before the text of the choice."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
+_DOTTED_HOUR = re.compile(r"\b([ap])\.m\b\.?")
+_SPACE_AT_SIGN = re.compile(r"\s{0,9}([^\w\s])\s{0,9}")
 _HOUR = re.compile(r"[0-9]\s*([ap])\.?m\b", re.IGNORECASE)
 
 
@@ -262,5 +264,6 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
     letters = [set(_GREEK.findall(text)) for text in texts]
     if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
         return False
-    texts = [text.casefold().replace("solutions", "solution") for text in texts]
+    texts = [_DOTTED_HOUR.sub(r"\1m", text.casefold()).replace("solutions", "solution") for text in texts]
+    texts = [_SPACE_AT_SIGN.sub(r"\1", text) for text in texts]
     return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)

@@ -100,6 +100,7 @@ Choice (B) | B ;; 72 | Total: 72 ;; Result: 72 | 72 ;; Ans = 72 | 72 ;; The resu
 speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
 \frac{5}{9} \approx 0.56 | \frac59 ;; x = 1/3 ≈ 0.33 | 1/3
 3 pm | 3 ;; 25 seconds | 25 ;; 5 half | 5 half
+10:30 a.m. | 10:30 AM ;; 3 pm | 3 p.m. ;; \{x | -1 < x < 2\} | \{x \mid -1<x<2\}
 5元 | 5 ;; 5 元 | 5 ;; 5\text{ 元} | 5元 ;; 15 | 15元 ;; 12\ \text{平方厘米} | 12 ;; 60千米/时 | 60 ;; 5千克 | 5
 5원 | 5 ;; 5 км | 5 ;; 5 м/с | 5 ;; 5 рублей | 5 ;; 5 миллиметров | 5 ;; 5 años | 5 ;; 5 mètres | 5 ;; 5万元 | 5万元
 18 \mathrm{~km} / \mathrm{h} | 18 ;; 18 km/h | 18 \mathrm{~km} / \mathrm{h} ;; 2 | 2 \mathrm{~m} / \mathrm{s}^{2}
