@@ -293,7 +293,7 @@ def _arguments(cls: type[Environment]) -> dict[str, str]:
                 if parameter.name in known and parameter.default is not parameter.empty:
                     default = parameter.default
                     if default is None and parameter.name in ("max_turns", "system_prompt", "instruction_prompt"):
-                        default = getattr(cls, parameter.name)
+                        default = getattr(cls, parameter.name, None)
                     plain = default is None or isinstance(default, _PLAIN)
                     defaults[parameter.name] = f" = {default!r}" if plain else ""
     return defaults

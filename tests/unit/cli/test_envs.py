@@ -186,6 +186,18 @@ def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(
     assert code == 2 and "no keyword argument 'tools'" in err
 
 
+def test_describe_shows_what_the_class_sets_for_a_null(capsys, tmp_path):
+    (tmp_path / "asks").mkdir()
+    (tmp_path / "asks" / "environment.py").write_text(
+        "from telescope.environments import SingleTurnEnvironment\n\n"
+        "class Asks(SingleTurnEnvironment):\n    system_prompt = 'Be brief.'\n"
+        "    def __init__(self, max_turns=None, **kwargs):\n        super().__init__(**kwargs)\n"
+        "    def load_dataset(self): ...\n    def compute_reward(self, completion, sample, eos_token=''): ...\n"
+    )
+    code, out, _ = run(capsys, "describe", "asks", "--path", str(tmp_path))
+    assert code == 0 and "max_turns = None" in out and "system_prompt = 'Be brief.'" in out
+
+
 def test_try_uses_a_model_server(capsys, chat_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
