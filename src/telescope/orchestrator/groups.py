@@ -116,15 +116,13 @@ class DiscardStreak:
     """Counts discards since the last usable group. At the limit, the run stops with a diagnosis."""
 
     limit: int
-    has_trained: bool = False
-    """Whether there were usable groups, in this attempt or an earlier one. The task then suited the model at first."""
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     last_rewards: list[float] = field(default_factory=list)
     last_failure: str = ""
 
     def usable(self) -> None:
-        self.count, self.last_failure, self.has_trained = 0, "", True
+        self.count, self.last_failure = 0, ""
         self.kinds.clear()
 
     def discarded(self, kind: str, rewards_n: np.ndarray) -> None:
@@ -143,8 +141,8 @@ class DiscardStreak:
         """Whether the last discard has just reached half the limit, when a person can still change something."""
         return self.count == self.limit // 2
 
-    def diagnosis(self) -> str:
-        """Explains why no group can be trained, with the observed rewards."""
+    def diagnosis(self, num_steps: int) -> str:
+        """Explains why no group can be trained after `num_steps` training steps, with the observed rewards."""
         kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(self.kinds.items()))
         if self.kinds.get("too_slow", 0) > self.count / 2:
             return (
@@ -164,7 +162,7 @@ class DiscardStreak:
             f"{self.count} consecutive groups carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
             "Every answer to a prompt got the same reward"
         )
-        if self.has_trained:
+        if num_steps:
             return (
                 f"{same}, which was not so before: training has ruined the policy, as with a learning_rate that is too "
                 "high, or the task has become too easy for it. Read the newest answers. If they are broken, continue "

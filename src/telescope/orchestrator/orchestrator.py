@@ -124,7 +124,7 @@ class Orchestrator:
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._step_recorder = StepRecorder(self.recorder, self.status, all_tokens=config.record_tokens == "all")
-        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * batch_size, has_trained=start.step > 0)
+        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * batch_size)
         self._stop_requested = False
 
     def request_stop(self) -> None:
@@ -306,9 +306,9 @@ class Orchestrator:
         self._streak.discarded(kind or reason, rewards_n)
         self._step_recorder.discarded(group, reason, kind, self.window.version)
         if self._streak.is_half_over:
-            self.status.report(self._streak.diagnosis(), "discards", "warning")
+            self.status.report(self._streak.diagnosis(self.window.version), "discards", "warning")
         if self._streak.is_over:
-            raise RunError(self._streak.diagnosis())
+            raise RunError(self._streak.diagnosis(self.window.version))
 
     # Groups that became too old
 
