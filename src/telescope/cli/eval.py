@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console, to_json_value
 from telescope.errors import UserError
 from telescope.utils.text import user_path
 
@@ -97,7 +97,7 @@ def run(own: argparse.Namespace) -> int:
     outcome = _measure(job, run_path)
     plot = own.plot or job.output / "accuracy.svg"
     _write_plot(outcome, plot)
-    text = json.dumps(as_json(outcome), indent=1) + "\n"
+    text = json.dumps(to_json_value(as_json(outcome)), indent=1) + "\n"
     for file in (job.output / "results.json", own.json):
         if file is not None:
             file.write_text(text)

@@ -264,6 +264,17 @@ def file_to_write(text: str) -> Path:
     return path
 
 
+def to_json_value(value: Any) -> Any:
+    """Returns a value that JSON can represent. NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {str(key): to_json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_value(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool) or value is None else str(value)
+
+
 def make_console() -> Console:
     """Returns a console for standard output, which is `PIPE_WIDTH` wide in a pipe or a file."""
     from rich.console import Console

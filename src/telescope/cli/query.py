@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-import math
 import sys
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser
+from telescope.cli.main import EXIT_FAILED, CommandParser, to_json_value
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
@@ -102,7 +101,7 @@ def print_result(result: Result, form: str, out: TextIO) -> None:
     """Prints a result as `table`, `csv` or `json`."""
     if form == "json":
         json.dump(
-            [{name: _to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1
+            [{name: to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1
         )
         out.write("\n")
     elif form == "csv":
@@ -154,16 +153,5 @@ def _cell(value: Any, *, exact: bool) -> str:
     if isinstance(value, float) and not exact:
         return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.13g}"  # a Unix time with its milliseconds
     if isinstance(value, dict | list):
-        return json.dumps(_to_json_value(value), ensure_ascii=False)
+        return json.dumps(to_json_value(value), ensure_ascii=False)
     return str(value)
-
-
-def _to_json_value(value: Any) -> Any:
-    """Returns a value that JSON can represent. NaN and infinity become null."""
-    if isinstance(value, dict):
-        return {str(key): _to_json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json_value(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool) or value is None else str(value)

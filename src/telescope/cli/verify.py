@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console, to_json_value
 from telescope.config import LoadedConfig, load_config
 from telescope.tui.live import phases
 from telescope.utils.text import user_path
@@ -89,7 +89,7 @@ def run(own: argparse.Namespace) -> int:
             lambda each: view.say(f"{'holds' if each.ok else 'FAILS'}  {each.name}: {each.measured}"),
         )
     if own.json is not None:
-        own.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        own.json.write_text(json.dumps(to_json_value(report.to_json()), indent=1) + "\n")
     print_report(report, make_console(), logs)
     return 0 if report.ok else EXIT_FAILED
 

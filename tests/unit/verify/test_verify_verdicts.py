@@ -183,6 +183,15 @@ def test_the_exit_code_reports_whether_every_claim_holds(command: Any, tmp_path:
     assert "FAILS  claim 1" in printed.err
 
 
+def test_a_logprob_that_is_no_number_is_null_in_the_json(command: Any, tmp_path: Path) -> None:
+    target = tmp_path / "verify.json"
+    report = Report([Check("claim", "nan", "1", ok=False, values={"mean": float("nan"), "tokens": 3})])
+    assert command(report, f"--json={target}") == 1
+    assert json.loads(target.read_text(), parse_constant=pytest.fail)["checks"][0]["values"] == {
+        "mean": None, "tokens": 3,
+    }  # fmt: skip
+
+
 def test_an_interrupt_is_130_and_a_broken_engine_is_explained(command: Any) -> None:
     from telescope.orchestrator.status import Interrupted
 
