@@ -20,4 +20,5 @@ test("steps at one place of the axis have a row each", () => {
 
 test("a metric's name makes a file's name", () => {
   expect(fileName("reward/total/mean")).toBe("reward_total_mean");
+  expect(fileName("実験 हिन्दी/1")).toBe("実験_हिन्दी_1");
 });

@@ -13,7 +13,7 @@ export function download(name: string, content: Blob): void {
 }
 
 /** Returns a name that every file system takes. */
-export const fileName = (title: string): string => title.replace(/[^\w.-]+/g, "_").replace(/^_+|_+$/g, "");
+export const fileName = (title: string): string => title.replace(/[^\p{L}\p{M}\p{N}_.-]+/gu, "_").replace(/^_+|_+$/g, "");
 
 /** Returns lines of CSV; a field with a comma, a quote or a line end is quoted. */
 export function csv(header: string[], rows: (string | number | null | undefined)[][]): string {
