@@ -183,27 +183,10 @@ def test_a_missing_package_of_an_environment(train, tmp_path):
     refused(result, "no-such-package-anywhere", "pip install no-such-package-anywhere")
 
 
-CUT_OFF = ["cut off", "Download or save the model again"]
-SMALL_VOCABULARY = ["vocab_size 100", "ids up to 127", "resize_token_embeddings"]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("tokenizer.json", None, ["model is '{model}'", "holds no tokenizer", "save_pretrained"]),
-        ("tokenizer.json", lambda content: b"", ["tokenizer.json", "cannot be read as JSON"]),
-        ("chat_template.jinja", None, ["no chat template", "Set chat_template"]),
-        ("model.safetensors", lambda content: content[:-1], ["model is '{model}'", "model.safetensors", *CUT_OFF]),
-        ("config.json", lambda content: content.replace(b": 128", b": 100"), SMALL_VOCABULARY),
-    ],
-)
-def test_a_model_that_cannot_be_loaded(train, model, name, change, words):
-    path = model / name
-    content = path.read_bytes()
-    path.unlink()
-    if change is not None:
-        path.write_bytes(change(content))
-    refused(train(), *(word.replace("{model}", str(model)) for word in words))
+def test_a_model_that_cannot_be_loaded(train, model):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(train(), f"model is '{model}'", "model.safetensors", "cut off", "Download or save the model again")
 
 
 def test_a_port_in_use(train):
@@ -260,13 +243,11 @@ def test_a_dataset_that_cannot_be_loaded(train, environment_of):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import json\n\njson.loads('?')", ["cannot be imported", "JSONDecodeError: Expecting", "environment.py:3"]),
         ("import sys\nsys.exit(3)", ["cannot be imported", "SystemExit: 3", "environment.py:2"]),
-        ("import os\nprint('bye', flush=True)\nos._exit(4)", ["importing", "ended with exit code 4", "bye"]),
-        ("import os\nos.kill(os.getpid(), 11)", ["importing", "killed by SIGSEGV"]),
+        ("import os\nprint('bye', flush=True)\nos.kill(os.getpid(), 11)", ["importing", "killed by SIGSEGV", "bye"]),
         ("import time\ntime.sleep(3600)", ["did not end within 2 seconds", "environment.py", "line 2 in <module>"]),
     ],
-    ids=["raises", "exits", "ends its process", "crashes", "hangs"],
+    ids=["exits", "crashes", "hangs"],
 )
 def test_an_environment_that_cannot_be_imported(train, environment_of, code, words):
     result = train(*environment_of(code), "--environment_timeout_seconds", "2")

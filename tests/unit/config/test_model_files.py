@@ -53,19 +53,20 @@ def test_a_complete_folder_is_accepted_and_gives_its_shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("missing", "words", "fix"),
     [
-        ("config.json", "holds no config.json"),
-        ("tokenizer.json", "holds no tokenizer"),
-        ("chat_template.jinja", "has no chat template"),
-        ("model.safetensors", "holds no weights"),
+        ("config.json", "holds no config.json", ". "),
+        ("tokenizer.json", "holds no tokenizer", ". Save it beside the weights: AutoTokenizer.from_pretrained("),
+        ("chat_template.jinja", "has no chat template", ". Set chat_template to "),
+        ("model.safetensors", "holds no weights", ". "),
     ],
 )
-def test_a_missing_file_is_named_with_the_fix(tmp_path, missing, words):
-    message = error_of(write_model(tmp_path / "m", without=missing))
-    assert message.startswith("model is ")
+def test_a_missing_file_is_named_with_the_fix(tmp_path, missing, words, fix):
+    folder = write_model(tmp_path / "m", without=missing)
+    message = error_of(folder)
+    assert message.startswith(f"model is '{folder}'")
     assert words in message
-    assert ". " in message
+    assert fix in message
 
 
 TEMPLATES = [{"name": "default", "template": TEMPLATE}]
@@ -211,7 +212,9 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, tokens, fits):
     if fits:
         assert inspect_model(config(folder)).unchecked is None
     else:
-        assert "vocab_size 128, but its tokenizer has ids up to 128" in error_of(folder)
+        message = error_of(folder)
+        assert "vocab_size 128, but its tokenizer has ids up to 128" in message
+        assert "resize the model: model.resize_token_embeddings(len(tokenizer))" in message
 
 
 def test_unexpected_json_in_any_file_never_crashes(tmp_path):
