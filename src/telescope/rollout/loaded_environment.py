@@ -225,7 +225,7 @@ class LoadedEnvironment:
             ) from error
 
     def _check_template(self, renderer: Renderer) -> None:
-        """Raises `UserError` for a message of the environment that the template leaves out.
+        """Raises `UserError` for a message that the template leaves out, and for a last one of the assistant.
 
         Tries each order of roles among the prompts of some items, followed by two turns in a multi-turn environment.
         """
@@ -236,12 +236,19 @@ class LoadedEnvironment:
         positions = digest_positions(len(environment))
         for index in positions[:: max(1, len(positions) // MAX_TRIED_ITEMS)]:
             lost: str | None = None
+            roles: tuple[str, ...] = ()
             with contextlib.suppress(Exception):  # a broken prompt is skipped later, when it is used
                 messages = self.first_messages(environment.get_sample(index))
                 roles = tuple(message["role"] for message in messages)
                 if roles not in tried:
                     tried.add(roles)
                     lost = self._lost_message(renderer, messages)
+            if roles[-1:] == ("assistant",):
+                raise UserError(
+                    f"The prompt of item {index} of the environment {self.spec.name!r} ends with a message of the "
+                    "assistant. The chat template would end it there, and the model begin another one. End the prompt "
+                    "with the user's message, and set add_thinking_prefix if the answer is to begin with <think>."
+                )
             if lost is not None:
                 raise UserError(
                     f"The chat template of {renderer.spec.tokenizer_path!r} leaves out {lost}, which the environment "

@@ -394,6 +394,12 @@ def test_a_template_that_leaves_out_or_refuses_a_message_is_an_error_that_names_
         loaded_of(["Why?", HISTORY], template=LAST_ONLY).describe()
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_an_error_that_names_its_item() -> None:
+    begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}]
+    with pytest.raises(UserError, match=r"prompt of item 1 of the environment 'questions' ends with a message of the"):
+        loaded_of(["Why?", begun]).describe()
+
+
 def test_released_templates_keep_every_message_or_name_the_lost_one() -> None:
     system, result = {"role": "system", "content": "s"}, {"role": "tool", "name": "t", "content": "r"}
     for name in released.TOKENIZERS:
