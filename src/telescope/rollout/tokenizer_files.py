@@ -86,14 +86,17 @@ def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 
 
 def model_folder(name: str) -> Path:
-    """Returns a folder with a model's `FILES`, downloaded if it is a hub id. Raises `OSError` or `ValueError`."""
+    """Returns a folder with a model's `FILES`, downloaded if it is a hub id. Raises `OSError`."""
     if is_local_path(name):
         if not (folder := user_path(name)).is_dir():
             raise FileNotFoundError("there is no such folder")
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # every transport has exceptions of its own
+        raise OSError(str(error) or type(error).__name__) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

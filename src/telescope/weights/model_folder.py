@@ -98,8 +98,8 @@ def model_folder(model: str, *, local: bool = False) -> Path:
     try:
         patterns = [f"*{suffix}" for suffix in (".safetensors", *META_SUFFIXES)]
         return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=local))
-    except (OSError, ValueError) as error:
-        reason = single_line(str(error)).rstrip(".")
+    except Exception as error:  # every transport has exceptions of its own
+        reason = single_line(str(error)).rstrip(".") or type(error).__name__
         raise UserError(f"{model} is not a folder here and cannot be downloaded: {reason}. Check the name") from error
 
 

@@ -24,6 +24,8 @@ from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import known_shape
 from telescope.config.model_source import is_downloaded, is_local_path, read_meta_files
 from telescope.errors import ConfigError, UserError
+from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.weights.model_folder import model_folder
 
 FILES = {"tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json"}
 
@@ -340,6 +342,22 @@ def test_a_gated_model_whose_list_of_files_is_public_is_refused_with_the_way_to_
     monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(side_effect=refusal))
     with pytest.raises(ConfigError, match=r"granted access.*hf auth login"):
         inspect_model(config("meta-llama/Llama-3.1-8B"))
+
+
+def test_a_connection_that_breaks_during_a_download_is_reported_by_its_kind(tmp_path, monkeypatch):
+    class ReadError(Exception):  # those of huggingface_hub's transports are no OSError
+        pass
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    siblings = [SimpleNamespace(rfilename="config.json")]
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(side_effect=ReadError))
+    assert "config.json cannot be downloaded (ReadError)" in inspect_model(config("org/model")).unchecked
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=ReadError("reset by peer.")))
+    with pytest.raises(UserError, match=r"org/model is not .* cannot be downloaded: reset by peer\. Check the name"):
+        model_folder("org/model")
+    with pytest.raises(UserError, match="The tokenizer of 'org/model' cannot be loaded: reset by peer"):
+        Renderer(RendererSpec("org/model"))
 
 
 NO_NAME = "which is neither a folder here nor a hub identifier"

@@ -298,7 +298,7 @@ def read_config(model: str) -> dict[str, Any] | None:
         try:
             cached = huggingface_hub.try_to_load_from_cache(model, path.name)
             path = Path(cached if isinstance(cached, str) else huggingface_hub.hf_hub_download(model, path.name))
-        except (OSError, ValueError):  # vLLM names the problem
+        except Exception:  # vLLM names the problem
             return None
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
