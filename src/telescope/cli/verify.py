@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,8 @@ Starts engine and trainer as a run would, and checks on this machine:
   - weights arrive in the engine bit for bit, and one wrong bit is detected."""
 
 NOT_VERIFIED: dict[str, Any] = {
-    "run_dir": None, "checkpoint_dir": None, "resume_from_checkpoint": False, "checkpoint_every": 0,
-    "save_final_model": False, "use_wandb": False, "trackers": None, "evals": [],
+    "checkpoint_dir": None, "resume_from_checkpoint": False, "checkpoint_every": 0, "save_final_model": False,
+    "use_wandb": False, "trackers": None, "evals": [],
 }  # fmt: skip
 """Fields that a verification does not use, with values that need nothing."""
 
@@ -72,8 +73,8 @@ def run(own: argparse.Namespace) -> int:
 
         print_template(loaded.config, make_console())
         return 0
-    # A verification has a folder of its own, continues no run, and writes neither checkpoints nor a model.
-    loaded = replace(loaded, config=loaded.config.replace(**NOT_VERIFIED))
+    # It writes below the folder for temporary files alone.
+    loaded = replace(loaded, config=loaded.config.replace(**NOT_VERIFIED, run_dir=tempfile.gettempdir()))
 
     from telescope.cli.train import check_before_start, fit_to_machine
 

@@ -197,6 +197,7 @@ def test_a_verification_needs_no_disk_run_directory_tracker_or_eval(tmp_path, mo
         "model": tmp_path / "model", "environments": "[{name: countdown}]", "checkpoint_every": 5,
         "run_dir": tmp_path / "run", "use_wandb": True, "trackers": "[wandb]", "evals": "[{name: missing}]",
     }  # fmt: skip
+    monkeypatch.chdir("/proc")  # where no run can be written
     with pytest.raises(KeyboardInterrupt):
         main.call("verify", [f"--{name}={value}" for name, value in values.items()])
     started = run_verification.call_args.args[0]
