@@ -14,6 +14,10 @@ from tests.model_folder import write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers")
+WITHOUT_MODEL = "TESTS_WITHOUT_MODEL"
+"""Variable of a command that leaves out the trial of the model, whose process imports torch."""
+OTHER_TRIALS = {"--environments", "--environments_path", "--train_backend", "--vllm_tool_call_parser"}
+"""Flags of tests in which something else is tried."""
 
 # Imports what every command imports, then runs each command line that it reads in a fork of its own: a tenth of the
 # time of a new process. Prints which heavy packages the command imported.
@@ -21,10 +25,13 @@ COMMAND_SERVER = f"""
 import json, os, sys
 from telescope.cli import dry_run, train
 from telescope.cli.main import main
+from telescope.trainer import trial
 
 def run(arguments, folder, variables):
     os.chdir(folder)
     os.environ.update(variables)
+    if {WITHOUT_MODEL!r} in variables:
+        trial.try_model = lambda config: None
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
     code = main(arguments)
@@ -104,7 +111,8 @@ def train(tmp_path: Path, run_yaml: Path, commands: Callable[..., Result]):
     def run(*flags: str, config: Path | None = run_yaml) -> Result:
         run_dir = tmp_path / "run"
         arguments = ["train", *(["--config", str(config)] if config else []), *flags]
-        result = commands(arguments, tmp_path, TELESCOPE_RUN_DIR=str(run_dir))
+        variables = {} if OTHER_TRIALS.isdisjoint(flags) else {WITHOUT_MODEL: "1"}
+        result = commands(arguments, tmp_path, TELESCOPE_RUN_DIR=str(run_dir), **variables)
         if result.code == 2:
             assert "imported: []" in result.out, "heavy packages were imported before the input was refused"
             assert not run_dir.exists(), "a run directory was made for a run that never was"
