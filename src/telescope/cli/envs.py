@@ -19,7 +19,7 @@ import telescope.environments
 from telescope.cli.main import CommandParser, number
 from telescope.config.yaml_file import parse_yaml_value
 from telescope.environments.arguments import known_arguments
-from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, is_agent
+from telescope.environments.base import DEFAULT_TURNS, ChatMessage, Environment, MultiTurnEnvironment, is_agent
 from telescope.environments.local_rollout import (
     API_KEY_VARIABLE,
     Answer,
@@ -292,7 +292,8 @@ def _arguments(cls: type[Environment]) -> dict[str, str]:
             for parameter in inspect.signature(function).parameters.values():
                 if parameter.name in known and parameter.default is not parameter.empty:
                     default = parameter.default
-                    if default is None and parameter.name in ("max_turns", "system_prompt", "instruction_prompt"):
+                    is_prompt = parameter.name in ("system_prompt", "instruction_prompt")
+                    if default is DEFAULT_TURNS or (default is None and is_prompt):
                         default = getattr(cls, parameter.name, None)
                     plain = default is None or isinstance(default, _PLAIN)
                     defaults[parameter.name] = f" = {default!r}" if plain else ""

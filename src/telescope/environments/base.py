@@ -46,6 +46,14 @@ THINKING_PREFIX = "<think>"
 MAX_TURNS_REACHED = "max_turns_reached"
 """Reason of `MultiTurnEnvironment.is_done`."""
 
+
+class _Default(int):
+    """A number that is distinguished from an equal one by its identity."""
+
+
+DEFAULT_TURNS: int = _Default(10)
+"""Default of the argument `max_turns`, instead of which an attribute of the class counts."""
+
 GOLD = "gold pasted"
 """The cheat that gives only the sample's answer. It is no cheat if answers have that form."""
 
@@ -305,16 +313,16 @@ class MultiTurnEnvironment(Environment):
     `add_thinking_prefix` every prompt ends with `<think>`, which becomes the start of the answer.
     """
 
-    max_turns: int = 10
+    max_turns: int = int(DEFAULT_TURNS)
     system_prompt: str | None = None
     template_tools: list[dict[str, Any]] | None = None
     """Schemas of tools that the chat template shows to the model, once it has a prompt (`ToolEnvironment`)."""
     checks_done_first: ClassVar[bool] = False
     continues_after_truncation: bool = False
 
-    def __init__(self, max_turns: int | None = None, system_prompt: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, max_turns: int = DEFAULT_TURNS, system_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if max_turns is not None:
+        if max_turns is not None and max_turns is not DEFAULT_TURNS:
             self.max_turns = max_turns
         if system_prompt is not None:
             self.system_prompt = system_prompt

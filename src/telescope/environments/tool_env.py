@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import (
+    DEFAULT_TURNS,
     ChatMessage,
     MultiTurnEnvironment,
     RewardResult,
@@ -89,7 +90,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     def __init__(
         self,
         tools: list[Callable[..., Any] | Tool] | None = None,
-        max_turns: int | None = None,
+        max_turns: int = DEFAULT_TURNS,
         tool_call_format: ToolCallFormat = "xml",
         include_tool_schemas_in_prompt: bool = True,
         error_formatter: Callable[[Exception], str] | None = None,

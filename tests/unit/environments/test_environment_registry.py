@@ -277,7 +277,7 @@ def test_prompts_and_turns_may_be_attributes_of_the_class(write):
     assert get_environment("countdown", tools=["shell"]).system_prompt.startswith(f"{default}\n\nYou may call")
     write("plays", PLAYS)
     assert get_environment("plays", environments_path=[path]).max_turns == 3
-    assert get_environment("plays", environments_path=[path], max_turns=5).max_turns == 5
+    assert get_environment("plays", environments_path=[path], max_turns=10).max_turns == 10
 
 
 def test_every_environment_is_an_eval():
