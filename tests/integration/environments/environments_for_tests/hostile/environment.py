@@ -102,14 +102,6 @@ class Hostile(SingleTurnEnvironment):
             time.sleep(0.01)
         return self.fine(argument)
 
-    def leave_a_child(self, argument):
-        subprocess.Popen(["sleep", argument])
-        os._exit(0)
-
-    def start_a_child(self, argument):
-        child = subprocess.Popen(["sleep", argument])
-        return RewardResult(1.0, sample_metrics={"child": child.pid})
-
     def raise_what_cannot_be_printed(self, argument):
         raise Unprintable()
 
