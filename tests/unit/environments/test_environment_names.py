@@ -30,7 +30,7 @@ PARAMETERS: list[tuple[Callable[..., Any], str]] = [
         base.SingleTurnEnvironment.format_prompt,
         "self, question, tokenizer, add_thinking_prefix=None, chat_template_kwargs=None",
     ),
-    (base.MultiTurnEnvironment, "max_turns=None, system_prompt=None"),
+    (base.MultiTurnEnvironment, "max_turns=10, system_prompt=None"),
     (base.MultiTurnEnvironment.create_initial_state, "self, sample"),
     (base.MultiTurnEnvironment.get_initial_prompt, "self, sample, tokenizer=None"),
     (base.MultiTurnEnvironment.env_response, "self, messages, state"),
@@ -40,7 +40,7 @@ PARAMETERS: list[tuple[Callable[..., Any], str]] = [
     (base.MultiTurnEnvironment.compute_eval_metrics, "self, state, eos_token=''"),
     (
         tool_env.ToolEnvironment,
-        "tools=None, max_turns=None, tool_call_format='xml', include_tool_schemas_in_prompt=True, error_formatter=None, "
+        "tools=None, max_turns=10, tool_call_format='xml', include_tool_schemas_in_prompt=True, error_formatter=None, "
         "system_prompt=None",
     ),
     (tool_env.ToolEnvironment.parse_tool_calls, "self, completion"),
