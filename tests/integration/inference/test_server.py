@@ -134,7 +134,8 @@ def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(tmp_path, 
 
     monkeypatch.setattr(launch_module, "launch_command", launch)
     monkeypatch.setattr(launch_module, "runs_on_cpu", lambda config: False)
-    server = InferenceServer(config, Address(0, "127.0.0.1", port, SECRET), "m", tmp_path, limits=QUICK)
+    model = str(tmp_path / "model")  # a folder, so that nothing asks the hub
+    server = InferenceServer(config, Address(0, "127.0.0.1", port, SECRET), model, tmp_path, limits=QUICK)
     try:
         os.kill(server.start().pid, signal.SIGKILL)
         wait_for(lambda: server.status().restarts == 1 and server.status().state == "ready", "restart")
