@@ -295,8 +295,8 @@ def _arguments(cls: type[Environment]) -> dict[str, str]:
                     is_prompt = parameter.name in ("system_prompt", "instruction_prompt")
                     if default is DEFAULT_TURNS or (default is None and is_prompt):
                         default = getattr(cls, parameter.name, None)
-                    plain = default is None or isinstance(default, _PLAIN)
-                    defaults[parameter.name] = f" = {default!r}" if plain else ""
+                    is_shown = default is None or isinstance(default, _PLAIN)
+                    defaults[parameter.name] = f" = {default!r}" if is_shown else ""
     return defaults
 
 

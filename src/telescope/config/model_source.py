@@ -215,7 +215,7 @@ def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
             path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
         except errors.GatedRepoError:  # anyone may list the files of such a repository
             raise no_access from None
-        except Exception as error:  # as above
+        except Exception as error:  # of the transport, as when the repository is listed
             raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
         return Path(path).read_text(encoding="utf-8")
 
