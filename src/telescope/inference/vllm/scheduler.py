@@ -10,6 +10,7 @@ vLLM count it under the weights that sampled it. An aborted request loses its bu
 1. Imports vllm; only engine processes import this module.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from vllm.v1.engine import EngineCoreOutputs
 
 from telescope.inference.vllm.output_batching import OutputBatcher
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, StepMeter
+
+# Two lines at every sync, which would hide the others.
+logging.getLogger(Scheduler.__module__).addFilter(lambda record: not str(record.msg).startswith("setting pause state"))
 
 
 class BatchingScheduler(Scheduler):
