@@ -184,10 +184,11 @@ class Replay:
         of_batch = (pc.field("status") == "kept") & (pc.field("step") == self.step - shifted[0])
         values = self._config["values"]
         servers = range(values["inference_num_workers"])
+        num_slots = len(servers) * values["max_concurrent_prompts_per_server"] * values["group_size"]
         self._now |= {
             "phase": "training", "step": self.step, "version": self.step,
-            "num_generating": running.num_rows, "num_open_groups": len(pc.unique(running["group_id"])),
-            "num_slots": len(servers) * values["max_concurrent_prompts_per_server"] * values["group_size"],
+            "num_generating": min(running.num_rows, num_slots), "num_slots": num_slots,
+            "num_open_groups": len(pc.unique(running["group_id"])),
             "num_finished_groups": self._tables["groups"].filter(of_batch & (ended <= now)).num_rows,
             "tokens_per_second": (pc.sum(recent["completion_tokens"]).as_py() or 0) / 10,
             "seconds_left": max(0, self.num_steps - self.step) * self._period / self._repeated,
