@@ -1,6 +1,11 @@
-"""Trains from a state to the last checkpoint.
+"""Trains from a state to the last checkpoint. Restarts the trainer after the loss of a rank.
 
-Lost trainer ranks are restarted. After any other error, or a stop signal, a checkpoint is written if there is time.
+    lost rank -> loops end -> all ranks replaced -> checkpoint loaded -> weights sent -> loops begin again
+
+Servers, environments and finished groups stay (`run_state.after_restart`). Running requests are aborted, and their
+prompts are sampled again. A restart is a new attempt in the record, so lost steps are hidden. The trainer restarts only
+after the loss of a rank's process or node, at most `trainer_max_restarts` times in a run. An exception in a rank ends
+the run. After such an error, or a stop signal, a checkpoint is written if there is time.
 """
 
 import asyncio
@@ -42,11 +47,11 @@ class Training:
     checkpoints: CheckpointFolder
     interrupt: Interrupt
     _exit_requested_at: float | None = None
+    _num_restarts: int = 0
 
     async def run(self, start: RunState) -> Orchestrator:
         """Trains to the last checkpoint. Continues from the newest one if a rank is lost. Returns the last loops."""
         config, components, status = self.components.config, self.components, self.status
-        restarts = TrainerRestarts(components, self.checkpoints, self.directory, status)
         while True:
             status.phase = "training"
             self.directory.started(components.topology | components.trainer.topology, start.step)
@@ -67,7 +72,7 @@ class Training:
                 await self._run_loops(orchestrator, checkpointer)
                 return orchestrator
             except RankLost as lost:
-                start = await self.interrupt.run_until_first(restarts.restart(lost, orchestrator, checkpointer))
+                start = await self.interrupt.run_until_first(self.restart(lost, orchestrator, checkpointer))
                 await self.evaluation.continue_after(start.step)
             except (Exception, asyncio.CancelledError):
                 await self._save_after_error(orchestrator, checkpointer)
@@ -122,6 +127,66 @@ class Training:
 
         await loops.run_until(train_and_save(), grace=grace)
 
+    async def restart(self, lost: RankLost, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
+        """Replaces the ranks. Returns the state to continue from, whose weights are loaded.
+
+        `orchestrator` and `checkpointer` belong to the ended loops. Raises `lost` if no restart is left, with the field
+        that would have allowed one.
+        """
+        config, status = self.components.config, self.status
+        if self._num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
+            raise self._refusal(lost) from None
+        self._num_restarts += 1
+        logger.warning("%s", lost, extra=REPORTED)  # the alert follows when the ranks are back
+        last_step = status.step
+        status.phase = "restarting the trainer: a rank was lost"
+        state = await with_progress(status, self._reload(orchestrator, checkpointer))
+        kept = len(state.groups)
+        news = (
+            f"{str(lost).partition(' during:')[0]}; {pluralize(last_step - state.step, 'step')} lost, continuing after "
+            f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self._num_restarts} of "
+            f"{config.trainer_max_restarts})"
+        )
+        status.report(news, "trainer", "warning", log=logger)
+        status.history = [summary for summary in status.history if summary.step < state.step]
+        status.step = status.version = state.step
+        self.directory.begin_next_attempt(news)
+        return state
+
+    async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
+        """Replaces the ranks and loads the newest checkpoint or, without one, the initial weights."""
+        config, components = self.components.config, self.components
+        async with components.trainer.queue:  # a server that comes back meanwhile waits for its weights
+            await components.trainer.replace()
+            await checkpointer.ranks_replaced()
+            checkpoint = self.checkpoints.load(True) if self.checkpoints.steps() else None
+            if checkpoint is not None:
+                await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
+            await load_trainer(components, self.directory, self.status)
+            if checkpoint is not None:
+                await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
+        await components.weights.sync()
+        return after_restart(
+            checkpoint.state if checkpoint is not None else RunState(),
+            orchestrator.run_state(),
+            Staleness(config.max_off_policy_steps),
+            synchronous=config.max_async_rollout == 0,
+        )
+
+    def _refusal(self, lost: RankLost) -> RankLost:
+        """Returns the error that ends the run, with the fix."""
+        config = self.components.config
+        if not config.checkpoint_every:
+            fix = "The ranks can restart from a checkpoint: set checkpoint_every"
+        elif self._num_restarts:
+            fix = (
+                f"The ranks were restarted {pluralize(self._num_restarts, 'time')} already "
+                "(trainer_max_restarts). Continue the run with resume_from_checkpoint once the cause is fixed"
+            )
+        else:
+            fix = "trainer_max_restarts is 0: raise it, or continue the run with resume_from_checkpoint"
+        return RankLost(f"{lost}\n{fix}")
+
 
 async def make_orchestrator(
     components: RunComponents,
@@ -166,82 +231,3 @@ async def make_orchestrator(
         eval_history=evaluation.history,
         data=components.data,
     )
-
-
-@dataclass
-class TrainerRestarts:
-    """Restarts a run's trainer after the loss of a rank.
-
-        lost rank -> loops end -> all ranks replaced -> checkpoint loaded -> weights sent -> loops begin again
-
-    Servers, environments and finished groups stay (`run_state.after_restart`). Running requests are aborted, and their
-    prompts are sampled again. A restart is a new attempt in the record, so lost steps are hidden. The trainer restarts
-    only after the loss of a rank's process or node, at most `trainer_max_restarts` times in a run. An exception in a
-    rank ends the run.
-    """
-
-    components: RunComponents
-    folder: CheckpointFolder
-    directory: RunDirectory
-    status: RunStatus
-    num_restarts: int = 0
-
-    async def restart(self, lost: RankLost, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
-        """Replaces the ranks. Returns the state to continue from, whose weights are loaded.
-
-        `orchestrator` and `checkpointer` belong to the ended loops. Raises `lost` if no restart is left, with the field
-        that would have allowed one.
-        """
-        config, status = self.components.config, self.status
-        if self.num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
-            raise self._refusal(lost) from None
-        self.num_restarts += 1
-        logger.warning("%s", lost, extra=REPORTED)  # the alert follows when the ranks are back
-        last_step = status.step
-        status.phase = "restarting the trainer: a rank was lost"
-        state = await with_progress(status, self._reload(orchestrator, checkpointer))
-        kept = len(state.groups)
-        news = (
-            f"{str(lost).partition(' during:')[0]}; {pluralize(last_step - state.step, 'step')} lost, continuing after "
-            f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self.num_restarts} of "
-            f"{config.trainer_max_restarts})"
-        )
-        status.report(news, "trainer", "warning", log=logger)
-        status.history = [summary for summary in status.history if summary.step < state.step]
-        status.step = status.version = state.step
-        self.directory.begin_next_attempt(news)
-        return state
-
-    async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
-        """Replaces the ranks and loads the newest checkpoint or, without one, the initial weights."""
-        config, components = self.components.config, self.components
-        async with components.trainer.queue:  # a server that comes back meanwhile waits for its weights
-            await components.trainer.replace()
-            await checkpointer.ranks_replaced()
-            checkpoint = self.folder.load(True) if self.folder.steps() else None
-            if checkpoint is not None:
-                await asyncio.to_thread(refuse_damage, checkpoint.path, checkpoint.meta)
-            await load_trainer(components, self.directory, self.status)
-            if checkpoint is not None:
-                await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
-        await components.weights.sync()
-        return after_restart(
-            checkpoint.state if checkpoint is not None else RunState(),
-            orchestrator.run_state(),
-            Staleness(config.max_off_policy_steps),
-            synchronous=config.max_async_rollout == 0,
-        )
-
-    def _refusal(self, lost: RankLost) -> RankLost:
-        """Returns the error that ends the run, with the fix."""
-        config = self.components.config
-        if not config.checkpoint_every:
-            fix = "The ranks can restart from a checkpoint: set checkpoint_every"
-        elif self.num_restarts:
-            fix = (
-                f"The ranks were restarted {pluralize(self.num_restarts, 'time')} already "
-                "(trainer_max_restarts). Continue the run with resume_from_checkpoint once the cause is fixed"
-            )
-        else:
-            fix = "trainer_max_restarts is 0: raise it, or continue the run with resume_from_checkpoint"
-        return RankLost(f"{lost}\n{fix}")

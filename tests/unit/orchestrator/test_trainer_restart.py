@@ -17,14 +17,14 @@ from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
 from telescope.errors import RankLost
-from telescope.orchestrator.async_window import Staleness
+from telescope.orchestrator.async_window import Ledger, Staleness
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import StepSummary
 from telescope.orchestrator.supervision import Supervisor
-from telescope.orchestrator.training import TrainerRestarts
+from telescope.orchestrator.training import Training
 from telescope.record.reader import Run
 
 ANY_AGE = Staleness(-1)
@@ -76,8 +76,7 @@ def test_kept_groups_are_open_and_every_other_prompt_is_unfinished():
     checkpoint = RunState(
         step=2,
         sampler=SamplerPosition(10, (6, 8, 9)),
-        ledger={"open": [7], "num_opened": 7, "num_trained": 4, "dropped": {"zero_advantage": 2}, "num_requeued": 1,
-                "requeues": [[8, 1]]},
+        ledger=Ledger({7}, num_opened=7, num_trained=4, dropped={"zero_advantage": 2}, num_requeued=1, requeues={8: 1}),
         groups=[sampled_by(7, 2)],
     )  # fmt: skip
     requeued = sampled_by(12, 3)
@@ -86,9 +85,9 @@ def test_kept_groups_are_open_and_every_other_prompt_is_unfinished():
     state = after_restart(checkpoint, lost, ANY_AGE, synchronous=False)
     assert [g.group_id for g in state.groups] == [7, 8, 12], "prompt 7 once"
     assert state.sampler == SamplerPosition(13, (6, 9, 10, 11))
-    assert state.ledger["open"] == [7, 8, 12]
-    assert state.ledger["num_opened"] == 4 + 2 + 3
-    assert state.ledger["requeues"] == [(8, 1), (12, 2)]
+    assert state.ledger.open == {7, 8, 12}
+    assert state.ledger.num_opened == 4 + 2 + 3
+    assert state.ledger.requeues == {8: 1, 12: 2}
     assert state.step == 2
 
 
@@ -204,11 +203,12 @@ class Bench:
         self.status = self.saving.status
         self.directory = RunDirectory(folder, config, [])
         parts: Any = SimpleNamespace(config=config, trainer=ranks, weights=ranks)
-        self.restarts = TrainerRestarts(parts, self.saving.folder, self.directory, self.status)
+        none: Any = None
+        self.training = Training(parts, none, self.directory, self.status, self.saving.folder, none)
 
     async def restart(self) -> RunState:
         loops: Any = SimpleNamespace(run_state=lambda: lost_at(3, sampled_by(1, 2)))
-        return await self.restarts.restart(LOST, loops, self.saving.checkpointer)
+        return await self.training.restart(LOST, loops, self.saving.checkpointer)
 
 
 async def test_ranks_are_replaced_before_the_newest_checkpoint_is_loaded_and_sent(tmp_path):
