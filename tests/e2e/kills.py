@@ -72,8 +72,8 @@ def check_ledger(run: Run) -> None:
     dropped = [row["group_id"] for row in rows(run, "groups", "discarded") if row["step"] < step]
     left = [*state.sampler.unfinished, *(group.group_id for group in state.groups)]
     assert sorted([*trained, *dropped, *left]) == list(range(state.sampler.next_draw))
-    assert len(trained) == state.ledger["num_trained"] == step * NUM_PROMPTS
-    assert len(dropped) == sum(state.ledger["dropped"].values())
+    assert len(trained) == state.ledger.num_trained == step * NUM_PROMPTS
+    assert len(dropped) == sum(state.ledger.dropped.values())
 
 
 def rows(run: Run, table: str, status: str | None = None) -> list[dict[str, Any]]:

@@ -17,9 +17,8 @@ no token older than m versions is trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
 
 from telescope.orchestrator.groups import Group
 
@@ -52,17 +51,6 @@ class AsyncWindow:
         self.version += 1
 
 
-class LedgerState(TypedDict):
-    """What `Ledger.state_dict` returns."""
-
-    open: list[int]
-    num_opened: int
-    num_trained: int
-    dropped: dict[str, int]
-    num_requeued: int
-    requeues: list[tuple[int, int]]
-
-
 @dataclass
 class Ledger:
     """Keeps the outcomes of all opened prompts. Only open prompts are kept individually; the rest are counts."""
@@ -70,11 +58,16 @@ class Ledger:
     open: set[int] = field(default_factory=set)
     num_opened: int = 0
     num_trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Number of dropped prompts by reason."""
     num_requeued: int = 0
     """Number of requeues over all prompts."""
-    _waiting: set[int] = field(default_factory=set)
-    _num_requeues: Counter[int] = field(default_factory=Counter)
+    requeues: dict[int, int] = field(default_factory=dict)
+    """Number of requeues of each requeued prompt without an outcome."""
+
+    def __post_init__(self) -> None:
+        self._waiting: set[int] = set()
+        """Requeued prompts without a group."""
 
     def opened(self, n: int) -> None:
         """Counts a group opened for prompt n, for the first time or after a requeue."""
@@ -90,44 +83,32 @@ class Ledger:
         assert n in self.open, f"prompt {n} is not open"
         assert n not in self._waiting, f"prompt {n} was requeued twice"
         self._waiting.add(n)
-        self._num_requeues[n] += 1
+        self.requeues[n] = self.requeues.get(n, 0) + 1
         self.num_requeued += 1
 
-    def num_requeues_of(self, n: int) -> int:
-        """Returns how often the open prompt n was requeued."""
-        return self._num_requeues[n]
-
     def trained(self, n: int) -> None:
-        assert n not in self._waiting, f"prompt {n} has no group"
-        self.open.remove(n)
-        self._num_requeues.pop(n, None)
+        self._settle(n)
         self.num_trained += 1
 
     def drop(self, n: int, reason: str) -> None:
+        self._settle(n)
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def _settle(self, n: int) -> None:
         assert n not in self._waiting, f"prompt {n} has no group"
         self.open.remove(n)
-        self._num_requeues.pop(n, None)
-        self.dropped[reason] += 1
+        self.requeues.pop(n, None)
 
-    def state_dict(self, open_prompts: Iterable[int], undropped: Mapping[int, str] | None = None) -> dict[str, Any]:
-        """Returns the counts for a run that opens these prompts again, and also the dropped prompts in `undropped`."""
-        kept, undropped = sorted(open_prompts), undropped or {}
-        return {
-            "open": kept,
-            "num_opened": self.num_opened - (len(self.open) - len(kept)) - len(undropped),
-            "num_trained": self.num_trained,
-            "dropped": dict(self.dropped - Counter(undropped.values())),
-            "num_requeued": self.num_requeued,
-            "requeues": [[n, count] for n, count in sorted(self._num_requeues.items()) if count],
-        }
-
-    @classmethod
-    def load_state_dict(cls, values: dict[str, Any]) -> Ledger:
-        """Inverse of `state_dict`."""
-        return cls(
-            set(values["open"]), values["num_opened"], values["num_trained"], Counter(values["dropped"]),
-            values["num_requeued"], _num_requeues=Counter(dict(values["requeues"])),
-        )  # fmt: skip
+    def reopening(self, kept: set[int], undropped: Collection[str] = ()) -> Ledger:
+        """Returns the ledger of a run that opens all open prompts but `kept` again, and prompts dropped for reasons."""
+        return Ledger(
+            kept,
+            self.num_opened - (len(self.open) - len(kept)) - len(undropped),
+            self.num_trained,
+            dict(Counter(self.dropped) - Counter(undropped)),
+            self.num_requeued,
+            dict(self.requeues),
+        )
 
     def is_balanced(self) -> bool:
         """Checks the invariant of the module docstring."""

@@ -29,7 +29,7 @@ from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.errors import RunError
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
+from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Staleness
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, form_batch
@@ -99,7 +99,7 @@ class Orchestrator:
         self.window = AsyncWindow(
             batch_size, config.max_async_rollout, start.step, start.step * batch_size + len(start.groups)
         )
-        self.ledger = Ledger.load_state_dict(start.ledger) if start.ledger else Ledger()
+        self.ledger = start.ledger
         self._notifier = ChangeNotifier(self.status)
         self.rollouts.on_change = self._notifier.notify
         self._budget = ErrorBudget(config.environment_error_budget)
@@ -149,7 +149,7 @@ class Orchestrator:
         return RunState(
             step=self.window.version,
             sampler=self._prompts.position((self.ledger.open - kept_ids) | self._dropped.keys()),
-            ledger=self.ledger.state_dict(kept_ids, self._dropped),
+            ledger=self.ledger.reopening(kept_ids, self._dropped.values()),
             errors=self._budget.state_dict(),
             groups=kept,
             data=self.data,
@@ -224,7 +224,7 @@ class Orchestrator:
             self.config.group_size,
             self.window.version,
             time.time(),
-            num_requeues=self.ledger.num_requeues_of(sampled.n),
+            num_requeues=self.ledger.requeues.get(sampled.n, 0),
         )
         self._open[sampled.n] = self._unsettled[sampled.n] = group
         self.status.num_open_groups = len(self._open)

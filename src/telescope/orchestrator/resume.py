@@ -25,7 +25,6 @@ from telescope.config.model_source import TOKENIZER_FILES, read_meta_files
 from telescope.environments.types import FINGERPRINT_DIGITS, EnvironmentInfo, digest_positions
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
-from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
@@ -207,7 +206,7 @@ def without_open_prompts(state: RunState) -> RunState:
     return replace(
         state,
         sampler=SamplerPosition(state.sampler.next_draw),
-        ledger=Ledger.load_state_dict(state.ledger).state_dict(()) if state.ledger else {},
+        ledger=state.ledger.reopening(set()),
         groups=[],
     )
 

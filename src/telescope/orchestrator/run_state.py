@@ -18,7 +18,7 @@ Invariant: every prompt below `sampler.next_draw` was trained, dropped or held o
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.evals.runner import EvalResult
-from telescope.orchestrator.async_window import Ledger, LedgerState, Staleness
+from telescope.orchestrator.async_window import Ledger, Staleness
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.utils.text import single_line
@@ -41,8 +41,7 @@ class RunState:
 
     step: int = 0
     sampler: SamplerPosition = field(default_factory=SamplerPosition)
-    ledger: dict[str, Any] = field(default_factory=dict)
-    """See `Ledger.state_dict`."""
+    ledger: Ledger = field(default_factory=Ledger)
     errors: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
     """See `ErrorBudget.state_dict`."""
     groups: list[Group] = field(default_factory=list)
@@ -68,13 +67,11 @@ class RunState:
             )
         rest = {name: value for name, value in values.items() if name != "version"}
         try:
-            state = msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
-            if state.ledger:
-                msgspec.convert(state.ledger, LedgerState)
+            rest["ledger"]["requeues"] = dict(rest["ledger"]["requeues"])  # earlier versions wrote a list of pairs
+            return msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # also from `_decode`
             reason = single_line(f"{type(error).__name__}: {error}")
             raise UserError(f"The checkpoint's state cannot be read: {reason}. Use another step") from None
-        return state
 
 
 def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:
@@ -96,17 +93,16 @@ def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *,
     first = checkpoint.sampler.next_draw
     next_draw = max([first, *(n + 1 for n in kept_ids)])
     unfinished = {*checkpoint.sampler.unfinished, *range(first, next_draw)} - kept_ids
-    ledger = checkpoint.ledger or Ledger().state_dict(())
-    requeues = {**dict(ledger["requeues"]), **{g.group_id: g.num_requeues for g in kept if g.num_requeues}}
+    ledger = checkpoint.ledger
     return RunState(
         step=checkpoint.step,
         sampler=SamplerPosition(next_draw, tuple(sorted(unfinished))),
-        ledger={
-            **ledger,
-            "open": sorted({*ledger["open"], *kept_ids}),
-            "num_opened": ledger["num_opened"] + len(kept),
-            "requeues": sorted(requeues.items()),
-        },
+        ledger=replace(
+            ledger,
+            open=ledger.open | kept_ids,
+            num_opened=ledger.num_opened + len(kept),
+            requeues=ledger.requeues | {group.group_id: group.num_requeues for group in kept if group.num_requeues},
+        ),
         errors=lost.errors,
         groups=[*checkpoint.groups, *kept],
         data=lost.data,

@@ -18,7 +18,6 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
-from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
 from telescope.orchestrator.supervision import Supervisor
 
@@ -138,13 +137,13 @@ def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, de
         assert folder.steps() == list(range(1, steps + 1))
         for step in folder.steps():
             state = folder.load(step).state
-            ledger = Ledger.load_state_dict(state.ledger)
+            ledger = state.ledger
             assert ledger.is_balanced()
             assert ledger.num_trained == step * batch
             assert ledger.open == {group.group_id for group in state.groups}
             unfinished = set(state.sampler.unfinished)
             assert len(unfinished | ledger.open) == len(unfinished) + len(ledger.open)
-            settled = ledger.num_trained + ledger.dropped.total()
+            settled = ledger.num_trained + sum(ledger.dropped.values())
             assert settled + len(unfinished) + len(ledger.open) == state.sampler.next_draw
 
 

@@ -108,7 +108,7 @@ async def test_nothing_is_generated_beyond_the_last_step():
     ledger = run.orchestrator.ledger
     assert ledger.num_trained == 4 * 2
     assert ledger.open == set()
-    assert ledger.num_opened == ledger.num_trained + ledger.dropped.total()
+    assert ledger.num_opened == ledger.num_trained + sum(ledger.dropped.values())
     assert len(run.recorder.of("groups")) == ledger.num_opened, "every group is recorded"
 
 

@@ -53,9 +53,7 @@ class Resuming:
         ledger = Ledger()
         for n in (4, 5):
             ledger.opened(n)
-        state = RunState(
-            2, SamplerPosition(6, (5,)), ledger.state_dict({4}), groups=[group([1.0, 0.0], n=4)], data=DATA
-        )
+        state = RunState(2, SamplerPosition(6, (5,)), ledger.reopening({4}), groups=[group([1.0, 0.0], n=4)], data=DATA)
         partial = self.folder.begin(2)
         dcp.save({"model": {"weight": torch.zeros(64)}}, checkpoint_id=str(partial), no_dist=True)
         replace_json(partial / STATE, state.state_dict())
@@ -162,7 +160,7 @@ def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(r
     forced = resuming.find(seed=7, resume_force=True)
     assert forced.notes == ("resume_force: continues although seed was 0 and is 7",)
     assert (forced.state.groups, forced.state.sampler) == ([], SamplerPosition(6))
-    assert Ledger.load_state_dict(forced.state.ledger).is_balanced()
+    assert forced.state.ledger.is_balanced()
     assert resuming.find(model_dtype="bfloat16", resume_force=True).state.groups, "the prompts are the same"
 
 
