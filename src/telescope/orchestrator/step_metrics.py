@@ -5,12 +5,11 @@ Names without `/` are in the section General, `a/b` is section a, metric b, and 
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from telescope.orchestrator.groups import Group
-from telescope.orchestrator.step_stats import mean_gini
+from telescope.orchestrator.step_stats import Numbers, discarded_numbers, mean_gini
 from telescope.rollout.trajectory import Trajectory
 
 ALL_REASONS = "all"  # name of the counts over all reasons; each group counts once
@@ -88,8 +87,8 @@ class DiscardCounts:
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
-        self._samples: dict[str, list[tuple[int, int, int, float]]] = defaultdict(list)
-        """For each reason, the tokens (prompt, completion, total) and the reward of each sample."""
+        self._samples: dict[str, list[tuple[str, Numbers]]] = defaultdict(list)
+        """For each reason, the environment and the `discarded_numbers` of each sample."""
         self._lengths: dict[str, list[int]] = defaultdict(list)
         """For each section of metrics, the tokens of each masked, cancelled, returned, retried and lost sample."""
         self._num_unseen = 0
@@ -100,8 +99,7 @@ class DiscardCounts:
 
         Only its usable samples count here. Masked and cancelled samples are counted separately.
         """
-        usable = [(sample.totals, sample.total_reward) for sample in samples if sample.is_usable]
-        numbers = [(t.num_prompt_tokens, t.num_completion_tokens, t.num_tokens, reward) for t, reward in usable]
+        numbers = [(sample.environment, discarded_numbers(sample)) for sample in samples if sample.is_usable]
         kinds = [f"{reason}_{kind}"] if kind else []
         for key in (ALL_REASONS, reason, *kinds):
             self._groups[key] += 1
@@ -129,6 +127,10 @@ class DiscardCounts:
         self._num_unseen += len(sample.failed_requests) - len(seen)
         self._lengths["lost"].extend(sample.lost_conversations)
 
+    def numbers(self) -> list[tuple[str, Numbers]]:
+        """Returns the environment and the `discarded_numbers` of each discarded sample."""
+        return list(self._samples[ALL_REASONS])
+
     def take(self, num_kept_groups: int) -> dict[str, float]:
         """Returns the counts as metrics and resets them. Percentages are of all kept and discarded groups."""
         metrics: dict[str, float] = {
@@ -138,15 +140,14 @@ class DiscardCounts:
         total = num_kept_groups + self._groups[ALL_REASONS]
         for reason in sorted({*ALWAYS_COUNTED, *self._groups}):
             section = f"discarded/{reason}"
-            columns: list[Sequence[Any]] = list(zip(*self._samples[reason], strict=True)) or [()] * 4
-            prompt, completion, whole, rewards = columns
+            of_samples = [numbers for _, numbers in self._samples[reason]]
             metrics[f"{section}/groups"] = float(self._groups[reason])
             metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
-            metrics.update(_counted(section, completion))
-            for name, lengths in (("prompt", prompt), ("total", whole)):
-                metrics.update(_spread(f"{section}/{name}_tokens", lengths, "_"))
-            if rewards:
-                metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
+            metrics.update(_counted(section, [numbers["discarded/completion_tokens"] for numbers in of_samples]))
+            for name in ("prompt_tokens", "total_tokens"):
+                metrics.update(_spread(f"{section}/{name}", (n[f"discarded/{name}"] for n in of_samples), "_"))
+            if of_samples:
+                metrics[f"{section}/reward_mean"] = float(np.mean([n["discarded/reward"] for n in of_samples]))
         for section in sorted({"cancelled", "returned", "retried", "lost", *self._lengths}):
             metrics.update(_counted(section, self._lengths[section]))
         for counts in (self._groups, self._samples, self._lengths):
@@ -155,7 +156,7 @@ class DiscardCounts:
         return metrics
 
 
-def _counted(section: str, lengths: Sequence[int]) -> dict[str, float]:
+def _counted(section: str, lengths: Sequence[float]) -> dict[str, float]:
     """Returns counts of samples and tokens, and the distribution of lengths."""
     return {
         f"{section}/samples": float(len(lengths)),

@@ -17,7 +17,7 @@ from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
-from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
+from telescope.orchestrator.step_stats import Numbers, step_stats_rows
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
@@ -52,8 +52,6 @@ class StepRecorder:
         self._status = status
         self._discards = DiscardCounts()
         self._num_tokens_at_last_step = status.num_tokens_generated
-        self._discarded_rewards: list[np.ndarray] = []
-        self._discarded_numbers: list[tuple[str, Numbers]] = []
 
     def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of a finished sample."""
@@ -66,19 +64,14 @@ class StepRecorder:
 
     def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
         """Counts and writes a group that will not be trained. `kind` refines the reason."""
-        self._count_discarded(group, reason, kind)
+        self._discards.discarded(reason, kind, group.samples)
         self._status.num_discarded_groups += 1
         self._write_group(group, version, status="discarded", reason=reason, step=version)
-
-    def _count_discarded(self, group: Group, reason: str, kind: str | None) -> None:
-        self._discards.discarded(reason, kind, group.samples)
-        self._discarded_rewards.append(group.rewards_n)
-        self._discarded_numbers += [(group.environment, discarded_numbers(s)) for s in group.usable_samples]
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
         """Counts and writes the finished samples of a group whose prompt is requeued, so its outcome is still open."""
         self._discards.requeued(group.samples)
-        self._count_discarded(group, reason, None)
+        self._discards.discarded(reason, None, group.samples)
         self._status.num_requeued_groups += 1
         self._write_samples(group, version, status="discarded", reason=reason, step=version)
 
@@ -100,18 +93,18 @@ class StepRecorder:
         """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
         generated = self._status.num_tokens_generated - self._num_tokens_at_last_step
         self._num_tokens_at_last_step += generated
-        ended_at, metrics = time.time(), self._metrics(trained, generated)
-        await self._write_batch(trained)
+        ended_at, discarded = time.time(), self._discards.numbers()
+        metrics = self._metrics(trained, generated, [numbers["discarded/reward"] for _, numbers in discarded])
+        await self._write_batch(trained, discarded)
         self._write_step(trained, metrics, generated, ended_at)
 
-    def _metrics(self, trained: TrainedStep, generated: int) -> dict[str, float]:
+    def _metrics(self, trained: TrainedStep, generated: int, discarded_rewards: list[float]) -> dict[str, float]:
         """Computes the metrics of a step, and resets the counts."""
         seconds = max(trained.seconds, 1e-6)
         # Includes discarded groups, because the mean of trained groups excludes every prompt that is always or never
         # solved.
         batch = trained.batch
-        rewards = np.concatenate([*(group.rewards_n for group in batch.groups), *self._discarded_rewards])
-        self._discarded_rewards = []
+        rewards = np.concatenate([*(group.rewards_n for group in batch.groups), discarded_rewards])
         metrics = {
             **batch_metrics(batch.groups, batch.advantages.tolist(), version=trained.step),
             **self._discards.take(len(batch.groups)),
@@ -131,12 +124,10 @@ class StepRecorder:
             metrics["timing_engines_idle"] = min(idle, seconds)
         return metrics
 
-    async def _write_batch(self, trained: TrainedStep) -> None:
+    async def _write_batch(self, trained: TrainedStep, discarded: Sequence[tuple[str, Numbers]]) -> None:
         """Writes the groups, distributions and trainer's records of a step."""
         batch, step, write = trained.batch, trained.step, self._recorder.write
         advantages, position = batch.advantages.tolist(), 0
-        # Before the first pause, as in `_metrics`: groups that are discarded from now on belong to the next step.
-        discarded, self._discarded_numbers = self._discarded_numbers, []
         for group in batch.groups:
             end = position + len(group.usable_samples)
             self._write_group(group, step, advantages[position:end], status="kept", reason=None, step=step)
