@@ -197,7 +197,7 @@ def in_place(parts: RunComponents) -> WeightSync:
         parts.trainer,
         parts.inference.clients,
         engines_up=lambda: parts.servers.up,
-        on_failure=parts.servers.report_failure,
+        on_failure=parts.servers.close,
         on_report=lambda report: None,
         probe_token_ids=list(range(5, 37)),
     )

@@ -92,7 +92,7 @@ class FakeWeightSync:
             try:
                 await self._update(self.servers.clients[index])
             except InfrastructureError as error:
-                self.servers.report_failure(index, error)
+                self.servers.close(index, error)
         return {"weight_sync/servers": float(len(self.servers.synced))}
 
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:

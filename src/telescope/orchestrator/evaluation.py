@@ -88,17 +88,9 @@ class Evaluation:
         """Identities of items that are never trained on."""
         return frozenset(item.prompt.sample_uid for plan in self.plans if plan.held_out for item in plan.items)
 
-    def num_reserved(self, environment_key: str) -> int:
-        """Returns how many items at the start of a dataset are reserved for evals."""
-        return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
-
-    def history(self) -> list[EvalResult]:
-        """Returns the results for a checkpoint."""
-        return list(self.results)
-
     def points(self) -> list[EvalPoint]:
         """Returns the results for the health rules."""
-        return [eval_point(result, self._label(result)) for result in self.results]
+        return [self._point(result) for result in self.results]
 
     # Before and after training
 
@@ -188,10 +180,10 @@ class Evaluation:
         version, component = lease.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
         failures, prompt_keys = list[str](), dict[int, str]()
-        self.status.set_component(component, f"version {version}: 0/{plan.num_samples} samples")
+        self.status.components[component] = f"version {version}: 0/{plan.num_samples} samples"
 
         def on_sample(item: EvalItem, sample: Trajectory) -> None:
-            self.status.set_component(component, f"version {version}: {next(num_done)}/{plan.num_samples} samples")
+            self.status.components[component] = f"version {version}: {next(num_done)}/{plan.num_samples} samples"
             if self._run_waits:
                 self.status.eval_done += 1
                 self.status.generated(sample.totals.num_completion_tokens)
@@ -221,13 +213,14 @@ class Evaluation:
                 logger.exception("eval %s at version %d failed", plan.name, version)
             self._report(plan, version, started_at, "failed", f"{type(error).__name__}: {error}", used)
             return None
-        baseline = self._baseline(result)
+        # Gains refer to the first result of the same eval.
+        baseline = next((r for r in self.results if (r.number, r.name) == (result.number, result.name)), None)
         if baseline is not None and not result.by_item.keys().isdisjoint(baseline.by_item):
             result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
         # Only baselines keep their items: a run of days has thousands of results.
         self.results.append(result if baseline is None else dataclasses.replace(result, by_item={}))
         self._record(plan, result, started_at, used)
-        self.status.set_component(component, f"version {version}: accuracy {result.accuracy:.3f}{result.failures}")
+        self.status.components[component] = f"version {version}: accuracy {result.accuracy:.3f}{result.failures}"
         if result.num_failed > self.config.environment_error_budget * plan.num_samples:
             first = f"; first: {single_line(failures[0])}" if failures else ""
             self._note_problem(
@@ -292,7 +285,7 @@ class Evaluation:
             + f" of {pluralize(result.num_items, 'item')}{result.failures}",
             "eval",
         )
-        self.status.evaluated(eval_point(result, label))
+        self.status.evaluated(self._point(result))
 
     def _report(
         self, plan: PlannedEval, version: int, started_at: float, status: str, error: str, used: set[int] | None = None
@@ -304,7 +297,7 @@ class Evaluation:
         outcome = status if status == "failed" else f"was {status}"
         sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
         if status != "skipped":
-            self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
+            self.status.components[f"eval {self._label(plan)}"] = f"version {version}: {status}"
         self._note_problem(sentence)
 
     def _note_problem(self, sentence: str) -> None:
@@ -316,15 +309,9 @@ class Evaluation:
         twice = sum(other.name == one.name for other in self.plans) > 1
         return f"{one.name}#{one.number}" if twice else one.name
 
-    def _baseline(self, result: EvalResult) -> EvalResult | None:
-        """Returns the first result of the same eval, to which gains refer."""
-        return next((r for r in self.results if (r.number, r.name) == (result.number, result.name)), None)
-
-
-def eval_point(result: EvalResult, label: str) -> EvalPoint:
-    """Converts a result to the input of the `health` rules."""
-    low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
-    return EvalPoint(label, result.version - 1, result.accuracy, low, high)
+    def _point(self, result: EvalResult) -> EvalPoint:
+        low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
+        return EvalPoint(self._label(result), result.version - 1, result.accuracy, low, high)
 
 
 async def plan_evals(

@@ -19,16 +19,6 @@ from telescope.rollout.trajectory import Trajectory
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
 
-RewardRange = tuple[float | None, float | None]
-"""Smallest and largest expected reward of an environment, None where unknown."""
-
-
-def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """Scales a reward from `low`..`high` to 0..1. Unchanged if the range is unknown or empty."""
-    if low is None or high is None or high <= low:
-        return reward
-    return (reward - low) / (high - low)
-
 
 def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
     """Raises ConfigError for `normalize_rewards` without a known reward range. `infos` has one per environment."""
@@ -77,15 +67,16 @@ class SampleFilters:
             penalty_buffer=config.overlong_buffer_tokens,
         )
 
-    def apply(self, sample: Trajectory, scale: RewardRange) -> None:
+    def apply(self, sample: Trajectory, scale: tuple[float, float] = (0.0, 1.0)) -> None:
         """Sets a scored sample's filter, penalty and training reward.
 
-        `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
-        scaled reward, so that it has the same weight in every environment.
+        `scale` is the reward range that is scaled to 0..1, for `normalize_rewards` that of its environment. The penalty
+        is subtracted from the scaled reward, so that it has the same weight in every environment.
         """
         sample.filtered_by = self.filter_reason(sample)
         sample.penalty = self.overlong_penalty(sample)
-        sample.training_reward = normalized(sample.total_reward, *scale) - sample.penalty
+        low, high = scale
+        sample.training_reward = (sample.total_reward - low) / (high - low) - sample.penalty
 
     def filter_reason(self, sample: Trajectory) -> str | None:
         """Returns the first filter that applies, `overlong`, `repetition` or `gibberish`, or None.

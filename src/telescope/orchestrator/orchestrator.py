@@ -190,7 +190,7 @@ class Orchestrator:
                 continue
             sampled, prompt = self._prompts.take()
             group = self._open_group(sampled, prompt)
-            self.status.set_component("dispatch", f"opened group {group.group_id}")
+            self.status.components["dispatch"] = f"opened group {group.group_id}"
             tasks = [self._task(group, index) for index in range(group.size)]
             group.running = self.rollouts.start(tasks, self.settings, partial(self._on_sample, group))
             self._notifier.notify()
@@ -249,7 +249,7 @@ class Orchestrator:
             group.running = None
         self._step_recorder.count_retries(trajectory)
         if group.withdrawn:
-            self.status.aborted(trajectory.num_sampled_tokens)
+            self.status.num_tokens_generated += trajectory.num_sampled_tokens
             self._step_recorder.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
             return
         if trajectory.reward is None:
@@ -267,8 +267,9 @@ class Orchestrator:
     def _apply_filters(self, group: Group, trajectory: Trajectory) -> None:
         """Sets the training reward or the filter of a scored sample."""
         info = self.infos[group.sampled_prompt.environment]
-        scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
-        self.filters.apply(trajectory, scale)
+        low, high = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (0.0, 1.0)
+        assert low is not None and high is not None  # by `check_reward_ranges`
+        self.filters.apply(trajectory, (low, high))
         if trajectory.filtered_by is not None:
             logger.info(
                 "sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.filtered_by
@@ -355,9 +356,8 @@ class Orchestrator:
             self.recorder.set_in_flight(rows)
             # Samples that have a server, but no request of theirs runs. The counts are not of the same moment.
             num_in_environments = max(0, sum("server" in row for row in rows) - self.slots.num_used)
-            self.status.set_component(
-                "environments", f"{pluralize(num_in_environments, 'sample')} in tools and rewards"
-            )
+            doing = f"{pluralize(num_in_environments, 'sample')} in tools and rewards"
+            self.status.components["environments"] = doing
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps
@@ -376,7 +376,7 @@ class Orchestrator:
             groups, self._finished = self._finished[:size], self._finished[size:]
             self.status.num_finished_groups = len(self._finished)
             step = self._num_taken
-            self.status.set_component("batches", f"packing batch {step}")
+            self.status.components["batches"] = f"packing batch {step}"
             self._batch = await asyncio.to_thread(
                 form_batch, self.config, groups, step, num_ranks=self.trainer.data_size, packs=self.trainer.packs
             )
@@ -395,9 +395,9 @@ class Orchestrator:
             self._num_taken += 1
             self._notifier.notify()
             waited = time.monotonic() - began
-            self.status.set_component("trainer", f"training step {step + 1}")
+            self.status.components["trainer"] = f"training step {step + 1}"
             result = await self.trainer.train_step(batch.inputs)
-            self.status.set_component("trainer", "sending weights")
+            self.status.components["trainer"] = "sending weights"
             sync_metrics = await self.weights.sync()
             self.window.synced()
             self._dropped.clear()

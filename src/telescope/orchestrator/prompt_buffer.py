@@ -85,7 +85,7 @@ class PromptBuffer:
             num_wanted = min(PREPARE_AT_ONCE, self._size - len(self._ready))
             self._preparing = [self._next_number() for _ in range(num_wanted)]
             sampled_prompts = [self.sampler.prompt(n) for n in self._preparing]
-            self.status.set_component("prompts", f"preparing prompt {sampled_prompts[0].n}")
+            self.status.components["prompts"] = f"preparing prompt {sampled_prompts[0].n}"
             prepared = await asyncio.gather(*(self._prepare(sampled) for sampled in sampled_prompts))
             self._preparing = []
             num_unusable = 0 if any(prepared) else num_unusable + num_wanted

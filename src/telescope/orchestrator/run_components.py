@@ -111,7 +111,7 @@ class RunComponents:
             num_dedicated=config.num_eval_servers,
             eval_slots_per_server=config.lanes_per_server,
         )
-        self.rollouts.on_engine_failure = self.servers.report_failure
+        self.rollouts.on_engine_failure = self.servers.close
         self.rollouts.on_progress = status.progressed
         for index in range(len(clients)):
             self.servers.open(index)
@@ -215,7 +215,7 @@ async def start_components(
             components.trainer,
             inference.clients,
             engines_up=lambda: components.servers.synced,
-            on_failure=components.servers.report_failure,
+            on_failure=components.servers.close,
             on_report=lambda report: record_sync(directory, report),
             adapters=RunFiles(directory.path).adapters if config.lora_sync == "adapter" else None,
             probe_token_ids=probe_text(probe_prompt.token_ids, config.max_model_len),
@@ -288,18 +288,18 @@ async def start_workers(components: RunComponents, directory: RunDirectory, stat
 async def load_trainer(components: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
     """Loads the model into the started ranks and compiles it."""
     trainer = components.trainer
-    status.set_component("trainer", "loading the model")
+    status.components["trainer"] = "loading the model"
     infos = await trainer.setup()
     for info in infos:
         _check_hash(components.trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
-        status.set_component("trainer", "compiling the model's blocks")
+        status.components["trainer"] = "compiling the model's blocks"
         spans = await trainer.warm_up()
         seconds = max(span.end for span in spans) - min(span.start for span in spans)
         logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
         for span in spans:
             directory.recorder.write("spans", trainer_span_row(span, None))
-    status.set_component("trainer", "ready")
+    status.components["trainer"] = "ready"
 
 
 async def _start_server(components: RunComponents, index: int, status: RunStatus) -> None:
@@ -310,7 +310,7 @@ async def _start_server(components: RunComponents, index: int, status: RunStatus
     finally:
         progress.cancel()
     _check_hash(components.config, f"inference server {index}", info.config_hash)
-    status.set_component(f"server {index}", "ready")
+    status.components[f"server {index}"] = "ready"
 
 
 async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
@@ -325,13 +325,13 @@ async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
 
 async def _show_start(components: RunComponents, index: int, status: RunStatus) -> None:
     backend, started_at = backend_of(components.config), time.monotonic()
-    status.set_component(f"server {index}", f"starting {backend.name}")
+    status.components[f"server {index}"] = f"starting {backend.name}"
     stage = backend.progress([])
     while True:
         await asyncio.sleep(1.0)
         stage = backend.progress((await components.inference.handles[index].status()).last_log_lines, stage)
         seconds = time.monotonic() - started_at
-        status.set_component(f"server {index}", f"starting {backend.name}: {stage} ({seconds:.0f} s)")
+        status.components[f"server {index}"] = f"starting {backend.name}: {stage} ({seconds:.0f} s)"
 
 
 def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:

@@ -187,7 +187,7 @@ class RunDirectory:
         """Writes `summary.json` and the end of the attempt. Logs disk errors, then the end, with the stack of a bug."""
         try:
             if self._has_started or not self.is_resumed:
-                replace_json(RunFiles(self.path).summary, summary.to_json())
+                replace_json(RunFiles(self.path).summary, asdict(summary))
         except OSError as failure:
             logger.error("The summary of this run cannot be written: %s", failure)
         alert = {"time": time.time(), "step": summary.steps}

@@ -131,7 +131,7 @@ class ServerPool:
         elif lease is not None:
             lease.set_up(index, True)
         self.slots.set_up(index, index not in self.dedicated)
-        self.status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
+        self.status.components[f"server {index}"] = "serving evals" if index in self.dedicated else "serving"
 
     async def lease(self, indices: Iterable[int], version: int, keys: Iterable[tuple[str, float]] = ()) -> EvalLease:
         """Leases servers to evals at `version`, which is the version of the trainer's weights.
@@ -161,7 +161,7 @@ class ServerPool:
             try:
                 await self.bring_weights(index, lambda: None, fresh=False)
             except InfrastructureError as error:
-                self.close(index, str(error))
+                self.close(index, error)
 
         old = [index for index in indices if self._servers[index].client.loaded_version != version]
         await asyncio.gather(*(update(index) for index in old if self._servers[index].up))
@@ -176,8 +176,8 @@ class ServerPool:
         if lease is not None:
             lease.leave(index)
 
-    def close(self, index: int, reason: str) -> None:
-        """Closes a server for samples until it is brought up again."""
+    def close(self, index: int, reason: object) -> None:
+        """Closes a server for samples until it is brought up again, and checks it at once."""
         if not self._servers[index].up:
             return
         self.status.report(f"server {index} is down: {reason}", "server", "warning", log=logger)
@@ -185,12 +185,8 @@ class ServerPool:
         self.slots.set_up(index, False)
         if index in self._leases:
             self._leases[index].set_up(index, False)
-        self.status.set_component(f"server {index}", f"down: {reason[:80]}")
+        self.status.components[f"server {index}"] = f"down: {str(reason)[:80]}"
         self._wake.set()
-
-    def report_failure(self, index: int, error: InfrastructureError) -> None:
-        """Closes a server that failed a request, and checks it at once."""
-        self.close(index, str(error))
 
     async def watch(self) -> None:
         """Brings failed servers back until it is cancelled. Raises `InfrastructureError` when none is left."""
@@ -234,7 +230,7 @@ class ServerPool:
         self.close(index, reason)
         self._leave_lease(index)
         self._servers[index].failed = reason
-        self.status.set_component(f"server {index}", "failed permanently")
+        self.status.components[f"server {index}"] = "failed permanently"
         self.status.report(f"server {index} failed permanently: {reason}", "server", "error", log=logger)
         left = [other for other, server in enumerate(self._servers) if server.failed is None]
         if self.dedicated.issuperset(left):  # no other server is left for rollouts
@@ -260,7 +256,7 @@ class ServerPool:
                         return
                     if status.state == "ready" and await server.client.health():
                         break
-                    self.status.set_component(f"server {index}", f"restarting ({status.state})")
+                    self.status.components[f"server {index}"] = f"restarting ({status.state})"
                     await asyncio.sleep(POLL_SECONDS / 4)
         except TimeoutError:
             self._abandon(
@@ -283,7 +279,7 @@ class ServerPool:
             server.num_restarts = status.restarts
             self.open(index)
 
-        self.status.set_component(f"server {index}", "receiving weights")
+        self.status.components[f"server {index}"] = "receiving weights"
         try:
             await self.bring_weights(index, on_loaded, fresh=fresh)
         except InfrastructureError as error:

@@ -95,10 +95,6 @@ class RunStatus:
         rest = {"tokens_per_second": self.tokens_per_second(), "seconds_left": self.seconds_left()}
         return {name: getattr(self, name) for name in numbers} | rest | {"components": dict(self.components)}
 
-    def set_component(self, component: str, doing: str) -> None:
-        """Sets the current activity of a component (trainer, server, loop)."""
-        self.components[component] = doing
-
     def report(
         self, message: str, kind: str, level: Level = "info", *, log: logging.Logger | None = None, **more: Any
     ) -> None:
@@ -122,10 +118,6 @@ class RunStatus:
         for row in self._alerts:
             add(row)
         self._alerts.clear()
-
-    def training_begins(self) -> None:
-        """Resets the times for the first step, so that earlier activity of the engines does not count."""
-        self.engines_idle_seconds = self.last_step_at = None
 
     def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Reports new findings after a step of `seconds`."""
@@ -159,10 +151,6 @@ class RunStatus:
         self.num_samples_finished += 1
         self.num_tokens_generated += num_tokens
         self.token_times.append((time.monotonic(), num_tokens))
-
-    def aborted(self, num_tokens: int) -> None:
-        """Counts the tokens of a cancelled sample."""
-        self.num_tokens_generated += num_tokens
 
     def tokens_per_second(self, window_seconds: float = 10.0) -> float:
         """Returns tokens sampled per second over the last `window_seconds`."""
@@ -238,10 +226,6 @@ class RunSummary:
     def is_continued(self) -> bool:
         """Returns whether an earlier attempt trained some of the steps."""
         return self.steps_of_attempt is not None and self.steps_of_attempt < self.steps
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the content of `summary.json`."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:

@@ -154,7 +154,7 @@ class ChangeNotifier:
         """Waits until `predicate()` is true. The status shows the wait, and the watchdog limits it."""
         if predicate():
             return
-        self._status.set_component(part, f"waiting for {waits_for}")
+        self._status.components[part] = f"waiting for {waits_for}"
         while not predicate():
             await self._change.wait()
 

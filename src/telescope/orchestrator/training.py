@@ -65,7 +65,7 @@ class Training:
                 components, self.evaluation, self.directory, status, start=start,
                 after_step=partial(self._after_step, checkpointer),
             )  # fmt: skip
-            status.training_begins()
+            status.engines_idle_seconds = status.last_step_at = None  # times before training belong to no step
             self.interrupt.on_first(self._request_exit)
             self.interrupt.on_first(orchestrator.request_stop)
             try:
@@ -210,7 +210,7 @@ async def make_orchestrator(
         config.seed,
         sizes=[info.num_samples for info in infos],
         weights=[entry.weight for entry in config.environments],
-        first_index=[evaluation.num_reserved(key) for key in components.keys.training],
+        first_index=[components.data[key]["held_out"] for key in components.keys.training],
     )
     return Orchestrator(
         config,
@@ -228,6 +228,6 @@ async def make_orchestrator(
         evaluation.held_out_uids,
         start,
         after_step=after_step,
-        eval_history=evaluation.history,
+        eval_history=lambda: list(evaluation.results),
         data=components.data,
     )

@@ -33,7 +33,7 @@ def test_a_live_run_shows_phase_requests_queue_and_servers(live):
     recorder, client = live
     status = RunStatus("run", 60, phase="training", step=12, num_generating=5, num_slots=8)
     for part in ("trainer", "server 10", "server 2", "batches"):
-        status.set_component(part, f"{part} works")
+        status.components[part] = f"{part} works"
     recorder.describe_now(status.now)
     recorder.set_in_flight([{"sample_id": "a", "started_at": time.time() - 30}])
     for server, waiting in ((0, 9.0), (0, 2.0), (1, 1.0)):

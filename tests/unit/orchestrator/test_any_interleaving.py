@@ -150,6 +150,11 @@ def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, de
 def test_the_status_counts_the_samples_that_a_slow_environment_holds_up(monkeypatch):
     simulation = Simulation(config_of(number_of_steps=1, max_async_rollout=0), Pace(score=(60.0, 60.0)))
     said: set[tuple[str, str]] = set()
-    monkeypatch.setattr(simulation.status, "set_component", lambda part, doing: said.add((part, doing)))
+
+    class Components(dict[str, str]):
+        def __setitem__(self, part: str, doing: str) -> None:
+            said.add((part, doing))
+
+    simulation.status.components = Components()
     run_simulated(simulation.run())
     assert ("environments", "4 samples in tools and rewards") in said

@@ -18,6 +18,7 @@ from telescope.evals.entries import environment_keys
 from telescope.evals.runner import EvalResult, SamplesFile
 from telescope.inference.base import GenerateRequest
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
+from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.exchange import TRAINING
@@ -47,7 +48,7 @@ async def evaluation_of(
         on_loaded()
 
     servers.bring_weights = bring_weights
-    rollouts.on_engine_failure = servers.report_failure
+    rollouts.on_engine_failure = servers.close
     for index in range(len(clients)):
         servers.open(index)
     recorder: Any = StrictRecorder()
@@ -110,8 +111,9 @@ async def test_separate_items_are_reserved_at_the_head_of_the_environment_that_s
         ],
     )
     evaluation = await evaluation_of(config)
-    assert evaluation.num_reserved("a") == 9
-    assert evaluation.num_reserved("b") == 0, "not asked to be separate"
+    data = describe_data(["a", "b"], [EnvironmentInfo(name, 64) for name in ("a", "b")], evaluation.plans)
+    assert data["a"]["held_out"] == 9
+    assert data["b"]["held_out"] == 0, "not asked to be separate"
     assert evaluation.held_out_uids == {f"uid {index}" for index in range(9)}
 
 
@@ -137,7 +139,7 @@ async def test_items_of_a_separate_eval_are_never_trained_whatever_its_name(shar
     name = "arithmetic" if shares else "sums under another name"
     config = config_of(number_of_steps=20, evals=[{"name": name, "num_samples": 40, "separate_eval_samples": True}])
     evaluation = await evaluation_of(config)
-    run = InMemoryRun(config, held_out=evaluation.held_out_uids, first_index=evaluation.num_reserved("arithmetic"))
+    run = InMemoryRun(config, held_out=evaluation.held_out_uids, first_index=40 if shares else 0)
     await run.run()
     held_out = {item.index for item in evaluation.plans[0].items}
     trained = {row["index"] for row in run.recorder.of("groups")}

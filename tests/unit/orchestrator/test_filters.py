@@ -16,8 +16,6 @@ from telescope.orchestrator.groups import form_batch
 from telescope.orchestrator.record_rows import sample_row
 from telescope.rollout.trajectory import Trajectory, compression_ratio
 
-NO_SCALE = (None, None)
-
 
 def filters(vocab_size: int = 1000, **fields: object) -> SampleFilters:
     return SampleFilters.from_config(config_of(**fields), vocab_size)
@@ -31,7 +29,7 @@ def with_text(text: str) -> Trajectory:
 
 def removed_by(only: SampleFilters, made: Trajectory) -> str | None:
     """The filter that removes a sample."""
-    only.apply(made, NO_SCALE)
+    only.apply(made)
     return made.filtered_by
 
 
@@ -40,7 +38,7 @@ def test_nothing_is_filtered_by_default() -> None:
     loop.turns[-1].generation.finish_reason = "length"
     loop.turns[-1].generation.logprobs_N[:] = -100.0
     loop.turns[-1].generation.token_ids_N[:] = 150_000
-    filters().apply(loop, NO_SCALE)
+    filters().apply(loop)
     assert loop.filtered_by is None
     assert loop.penalty == 0.0
     assert loop.training_reward == loop.total_reward
@@ -109,7 +107,7 @@ def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
     equal.samples[1] = sample(1, 1.0, lengths=(16,))
     for settings, is_useless in (({}, True), ({"overlong_penalty_factor": 0.5}, False)):
         for made in equal.samples:
-            filters(overlong_buffer_tokens=4, **settings).apply(made, NO_SCALE)
+            filters(overlong_buffer_tokens=4, **settings).apply(made)
         assert (equal.why_useless() is not None) is is_useless
     batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0, num_ranks=1)
     assert list(batch.advantages) == [0.25, -0.25]
@@ -119,7 +117,7 @@ def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
     found = group([0.0, 1.0, 5.0])
     found.samples[2].turns[-1].generation.finish_reason = "length"
     for made in found.samples:
-        filters(filter_overlong=True).apply(made, NO_SCALE)
+        filters(filter_overlong=True).apply(made)
     batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0, num_ranks=1)
     assert list(batch.advantages) == [-0.5, 0.5]
     trained = [i for mb in batch.inputs[0].minibatches for row in mb.micro_batches for i in row.sample_ids]
@@ -128,7 +126,7 @@ def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
 
 def test_the_row_of_a_filtered_sample_has_the_filter_and_the_reward() -> None:
     made = sample(reward=2.0, finish_reason="length")
-    filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).apply(made, NO_SCALE)
+    filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).apply(made)
     row = sample_row(made, "prompt", status="kept", reason=None, step=1)
     assert (row["status"], row["reason"], row["reward"], row["failure_kind"]) == ("masked", "overlong", 2.0, None)
     assert row["penalty"] == pytest.approx(3 / 16)

@@ -218,11 +218,9 @@ async def test_held_out_items_are_not_trained_on():
     components = SimpleNamespace(
         config=made.config, keys=SimpleNamespace(training=["arithmetic"], evals=[]), rollouts=made.rollouts,
         servers=SimpleNamespace(slots=made.slots), trainer=made.trainer,
-        weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
+        weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={"arithmetic": {"held_out": 8}},
     )  # fmt: skip
-    evaluation = SimpleNamespace(
-        num_reserved=lambda key: 8, held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)), history=list
-    )
+    evaluation = SimpleNamespace(held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)), results=[])
     directory = SimpleNamespace(recorder=made.recorder)
     made.orchestrator = await make_orchestrator(
         cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status

@@ -315,7 +315,7 @@ async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> No
     await first.train(until=2)
     await first.ended()
     assert [bool(result.by_item) for result in first.evaluation.results] == [True, False], "only baselines need items"
-    state = RunState.load_state_dict(RunState(evals=first.evaluation.history()).state_dict())
+    state = RunState.load_state_dict(RunState(evals=first.evaluation.results).state_dict())
     second = await Training().start(environments)
     second.evaluation.results = state.evals
     environments.grade = lambda index: float(index < 9)

@@ -61,7 +61,7 @@ def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path)
         assert problem is not None and str(tmp_path / "run") in problem
         summary = summary_of(directory, record_error=problem)
         directory.ended(summary)
-    assert summary.to_json()["record_error"] == problem
+    assert summary.record_error == problem
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
 
 
@@ -188,7 +188,7 @@ def test_a_run_whose_model_is_elsewhere_starts_without_its_config(tmp_path):
 
 def test_the_state_of_a_run_is_plain_values():
     status = RunStatus("demo", 60)
-    status.set_component("trainer", "waiting for a batch")
+    status.components["trainer"] = "waiting for a batch"
     assert json.loads(json.dumps(status.now())) == status.now()
     assert status.now()["components"] == {"trainer": "waiting for a batch"}
 

@@ -77,7 +77,7 @@ def bench() -> Bench:
 
 
 def test_a_failure_closes_a_server_at_once_and_only_that_one(bench) -> None:
-    bench.pool.report_failure(0, DEAD)
+    bench.pool.close(0, DEAD)
     assert bench.pool.up == [1]
     assert bench.slots.up == [False, True]
     assert "connection refused" in bench.status.components["server 0"]
@@ -85,13 +85,13 @@ def test_a_failure_closes_a_server_at_once_and_only_that_one(bench) -> None:
 
 def test_many_failures_of_one_server_are_one_message(bench) -> None:
     for _ in range(50):
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
     assert len(bench.status.messages) == 1
 
 
 async def test_a_server_whose_process_runs_is_brought_back_without_a_restart(bench) -> None:
     async with bench.watched():
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
     assert bench.brought == [(0, False, False)]
     assert bench.slots.up[0]
@@ -123,7 +123,7 @@ async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None
     bench = Bench(1)
     bench.handles[0].fails = True
     async with bench.watched():
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
         await asyncio.sleep(0.02)
         assert bench.brought == []
         bench.handles[0].fails = False
@@ -133,7 +133,7 @@ async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None
 async def test_a_server_that_fails_while_it_receives_weights_is_retried(bench) -> None:
     bench.weights_fail = True
     async with bench.watched():
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
         await bench.until(lambda: len(bench.brought) >= 2)
         assert bench.pool.up == [1]
         bench.weights_fail = False
@@ -175,7 +175,7 @@ async def test_a_server_that_fails_an_update_gets_the_weights_when_it_is_back(be
 async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue(bench) -> None:
     bench.weights_fail = True
     async with bench.watched() as watching:
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
         await bench.until(lambda: bench.status.components["server 0"] == "failed permanently")
         await asyncio.sleep(0.02)
         assert not watching.done()
@@ -186,7 +186,7 @@ async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_con
 async def test_a_server_that_receives_weights_when_a_trainer_rank_is_lost_waits_for_the_ranks(bench) -> None:
     bench.lost_ranks = MAX_FAILED_BRING_UPS + 1
     async with bench.watched():
-        bench.pool.report_failure(0, DEAD)
+        bench.pool.close(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
 
 
@@ -233,7 +233,7 @@ async def test_the_wait_for_a_hanging_engine_includes_the_detection_of_the_hang(
     bench = Bench(start_timeout=0.02, hang_timeout=5.0)
     bench.handles[0].fails = True
     async with bench.watched():
-        bench.pool.report_failure(0, InfrastructureError("POST /pause had no answer within 60 s"))
+        bench.pool.close(0, InfrastructureError("POST /pause had no answer within 60 s"))
         await asyncio.sleep(0.1)  # longer than a restart may take
         assert bench.brought == []
         bench.handles[0].restarts, bench.handles[0].fails = 1, False
@@ -255,7 +255,7 @@ async def test_a_bug_while_a_server_is_brought_up_ends_the_run(bench) -> None:
         raise ArithmeticError("a bug")
 
     bench.pool.bring_weights = broken
-    bench.pool.report_failure(0, DEAD)
+    bench.pool.close(0, DEAD)
     with pytest.raises(ArithmeticError, match="a bug"):
         await asyncio.wait_for(bench.pool.watch(), 5)
 

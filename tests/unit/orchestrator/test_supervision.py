@@ -78,7 +78,7 @@ async def test_the_end_of_the_main_task_ends_the_loops() -> None:
 
 async def test_the_watchdog_reports_what_each_component_waited_for() -> None:
     status = RunStatus("run", 10)
-    status.set_component("trainer", "waiting for a batch")
+    status.components["trainer"] = "waiting for a batch"
 
     async def no_stacks() -> dict[str, str]:
         return {}

@@ -62,7 +62,7 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     status = RunStatus("live", 50, phase="training", step=20, num_generating=7, num_slots=8, num_discarded_groups=3)
     status.eval_done, status.eval_total = 10, 500
     for server in range(8):
-        status.set_component(f"server {server}", f"loading {CONTROL}" + "something with a long name " * 8)
+        status.components[f"server {server}"] = f"loading {CONTROL}" + "something with a long name " * 8
     with Replay(folder, num_steps=50) as replay:
         replay.recorder.describe_now(status.now)
         replay.write_until(replay.step_end(19))
