@@ -24,6 +24,7 @@ import numpy as np
 
 from telescope.config import EvalEntry
 from telescope.environments.types import PreparedPrompt
+from telescope.environments.user_code import gather_or_cancel
 from telescope.errors import EnvironmentFailure
 from telescope.evals.entries import num_eval_items
 from telescope.evals.statistics import (
@@ -180,12 +181,7 @@ async def run_eval(
     scores = dict(finished or {})
     every = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
     missing = [(item, completion) for item, completion in every if (item.index, completion) not in scores]
-    tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in missing]
-    try:
-        trajectories = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    trajectories = await gather_or_cancel(one(item, completion) for item, completion in missing)
     for (item, completion), trajectory in zip(missing, trajectories, strict=True):
         scores[item.index, completion] = scores_of(trajectory) or {}
     samples: dict[str, list[Mapping[str, float]]] = defaultdict(list)

@@ -29,6 +29,7 @@ from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings
@@ -235,7 +236,9 @@ class Evaluation:
         """Returns the result of one eval. Raises InfrastructureError if no server has the weights any more."""
         finished = self.samples.finished(plan) if self.samples is not None else {}
         self.status.eval_done += len(finished)
-        running = asyncio.ensure_future(
+        supervisor = Supervisor()
+        supervisor.spawn(lease.fail_when_lost(), "servers of the eval")
+        result: EvalResult = await supervisor.run_until(
             run_eval(
                 plan,
                 version=lease.version,
@@ -250,18 +253,7 @@ class Evaluation:
                 taken=self.samples.taken if self.samples is not None else (),
             )
         )
-        lost = asyncio.ensure_future(lease.lost.wait())
-        try:
-            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise InfrastructureError(
-                    f"no server has version {lease.version} any more: they failed, or restarted with newer weights"
-                )
-            return running.result()
-        finally:
-            running.cancel()
-            lost.cancel()
-            await asyncio.gather(running, lost, return_exceptions=True)
+        return result
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
         """Writes a result to the record, the log and the live view."""

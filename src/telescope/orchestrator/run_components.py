@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.types import EnvironmentInfo
+from telescope.environments.user_code import gather_or_cancel
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
 from telescope.evals.runner import PlannedEval
@@ -280,9 +281,9 @@ async def start_workers(components: RunComponents, directory: RunDirectory, stat
     servers = [_start_server(components, index, status) for index in range(components.config.num_inference_servers)]
     if components.config.share_gpus:
         # A server measures free memory, so it would count a trainer that loads meanwhile.
-        await all_or_first_failure(*servers)
+        await gather_or_cancel(servers)
         servers = []
-    await all_or_first_failure(*servers, *([load_trainer(components, directory, status)] if components.trainer else []))
+    await gather_or_cancel([*servers, *([load_trainer(components, directory, status)] if components.trainer else [])])
 
 
 async def load_trainer(components: RunComponents, directory: RunDirectory, status: RunStatus) -> None:
@@ -311,16 +312,6 @@ async def _start_server(components: RunComponents, index: int, status: RunStatus
         progress.cancel()
     _check_hash(components.config, f"inference server {index}", info.config_hash)
     status.components[f"server {index}"] = "ready"
-
-
-async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
-    """Runs all coroutines. Raises the first error at once and cancels the others."""
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _show_start(components: RunComponents, index: int, status: RunStatus) -> None:

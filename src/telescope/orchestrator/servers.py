@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
+from telescope.environments.user_code import gather_or_cancel
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
 from telescope.inference.base import EngineBackend
 from telescope.orchestrator.status import RunStatus
@@ -49,7 +50,8 @@ class _Server:
     up: bool = False
     failed: str | None = None
     num_failed_bring_ups: int = 0
-    bring_up: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to check the server at once."""
 
 
 @dataclass(eq=False)
@@ -72,6 +74,13 @@ class EvalLease:
         self.slots.set_up(server, up)
         if up:
             self.served.add(server)
+
+    async def fail_when_lost(self) -> None:
+        """Raises InfrastructureError when no server is left."""
+        await self.lost.wait()
+        raise InfrastructureError(
+            f"no server has version {self.version} any more: they failed, or restarted with newer weights"
+        )
 
     def leave(self, server: int) -> None:
         """Closes a server that no longer has the weights of `version`."""
@@ -106,7 +115,6 @@ class ServerPool:
         self._leases: dict[int, EvalLease] = {}
         self._lease_numbers = itertools.count()
         self._servers = [_Server(handle, client) for handle, client in zip(handles, self.clients, strict=True)]
-        self._wake = asyncio.Event()
 
     @property
     def up(self) -> list[int]:
@@ -186,50 +194,38 @@ class ServerPool:
         if index in self._leases:
             self._leases[index].set_up(index, False)
         self.status.components[f"server {index}"] = f"down: {str(reason)[:80]}"
-        self._wake.set()
+        self._servers[index].wake.set()
 
     async def watch(self) -> None:
         """Brings failed servers back until it is cancelled. Raises `InfrastructureError` when none is left."""
-        try:
-            while True:
-                for index in range(len(self._servers)):
-                    await self._check(index)
-                if all(server.failed is not None for server in self._servers):
-                    reasons = "; ".join(f"server {i}: {server.failed}" for i, server in enumerate(self._servers))
-                    raise InfrastructureError(f"no inference server is left. {reasons}")
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):  # the regular poll
-                    async with asyncio.timeout(POLL_SECONDS):
-                        await self._wake.wait()
-        finally:
-            tasks = [server.bring_up for server in self._servers if server.bring_up is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await gather_or_cancel(self._watch_one(index) for index in range(len(self._servers)))
+        reasons = "; ".join(f"server {index}: {server.failed}" for index, server in enumerate(self._servers))
+        raise InfrastructureError(f"no inference server is left. {reasons}")
 
-    async def _check(self, index: int) -> None:
-        """Closes a server that failed or restarted. Brings up a server that is down."""
+    async def _watch_one(self, index: int) -> None:
+        """Closes a server when it fails or restarts, and brings it up again, until it is abandoned."""
         server = self._servers[index]
-        if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
-            return
-        if server.bring_up is not None:
-            server.bring_up.result()  # a bug in `_bring_up` ends the run
-            server.bring_up = None
-        try:
-            status = await server.handle.status()
-        except (InfrastructureError, DeadlineExceeded) as error:
-            self._abandon(index, str(error))
-            return
-        if status.restarts != server.num_restarts or status.state != "ready":
-            why = f": {status.error}" if status.error else ""
-            self.close(index, f"its process is {status.state} (restarts: {status.restarts}){why}")
-        if not server.up:
-            server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
+        while server.failed is None:
+            server.wake.clear()
+            try:
+                status = await server.handle.status()
+            except (InfrastructureError, DeadlineExceeded) as error:
+                self._abandon(index, str(error))
+                return
+            if status.restarts != server.num_restarts or status.state != "ready":
+                why = f": {status.error}" if status.error else ""
+                self.close(index, f"its process is {status.state} (restarts: {status.restarts}){why}")
+            if not server.up:
+                await self._bring_up(index)
+            with contextlib.suppress(TimeoutError):  # the regular poll
+                async with asyncio.timeout(POLL_SECONDS):
+                    await server.wake.wait()
 
     def _abandon(self, index: int, reason: str) -> None:
         self.close(index, reason)
         self._leave_lease(index)
         self._servers[index].failed = reason
+        self._servers[index].wake.set()
         self.status.components[f"server {index}"] = "failed permanently"
         self.status.report(f"server {index} failed permanently: {reason}", "server", "error", log=logger)
         left = [other for other, server in enumerate(self._servers) if server.failed is None]
@@ -239,7 +235,6 @@ class ServerPool:
                 self._leave_lease(other)
                 self.close(other, "it takes over the rollouts; no evals run during training from now on")
         self.slots.share_slots_of([other for other in left if other not in self.dedicated])
-        self._wake.set()
 
     async def _bring_up(self, index: int) -> None:
         """Waits for the process, sends weights, and opens its slots."""
