@@ -86,14 +86,10 @@ def model_card(
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
     )
     if environments := config.get("environments"):
-        shown_kwargs = [
-            {name: value for name, value in (e.get("kwargs") or {}).items() if name not in PRIVATE_ARGUMENTS}
-            for e in environments
-        ]
-        rows = [
-            (e["name"], e.get("weight", 1), json.dumps(kwargs) if kwargs else "")
-            for e, kwargs in zip(environments, shown_kwargs, strict=True)
-        ]
+        rows = []
+        for entry in environments:
+            kwargs = {key: value for key, value in (entry.get("kwargs") or {}).items() if key not in PRIVATE_ARGUMENTS}
+            rows.append((entry["name"], entry.get("weight", 1), json.dumps(kwargs) if kwargs else ""))
         parts += ["## Data", _table(("environment", "weight", "settings"), rows)]
     shown = [(f"`{field}`", config[field]) for field in SHOWN_FIELDS if config.get(field) is not None]
     if shown:
