@@ -81,7 +81,7 @@ def orchestrator_of(
     sampler = PromptSampler(0, [info.num_samples], [1.0], [0])
     status = RunStatus("benchmark", config.number_of_steps)
     return Orchestrator(
-        config, pool, [key], [info], slots, trainer, trainer, recorder, status, SampleFilters(),
+        config, pool, [key], [info], slots, trainer, trainer, recorder, status, SampleFilters(config),
         RolloutSettings.from_config(config), sampler,
     )  # fmt: skip
 

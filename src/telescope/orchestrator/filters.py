@@ -36,36 +36,10 @@ def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo
 
 @dataclass(frozen=True)
 class SampleFilters:
-    """The filters and the penalty of a run. None disables a filter."""
+    """The filters and the penalty of a run. Only `filter_gibberish` needs `vocab_size`."""
 
-    overlong: bool = False
-    compression_threshold: float | None = None
-    rare_token: int | None = None
-    """Token ids above this are rare."""
-    rare_logprob: float = -math.inf
-    """A completion is gibberish if it has a rare token with a logprob below this."""
-    penalty_factor: float = 0.0
-    penalty_from: int = 0
-    """Completion length, in tokens, from which the penalty grows."""
-    penalty_buffer: int = 1
-    """Tokens over which the penalty grows to its full amount."""
-
-    @classmethod
-    def from_config(cls, config: Any, vocab_size: int | None = None) -> SampleFilters:
-        """Creates the filters of a `TelescopeConfig`. Only `filter_gibberish` needs `vocab_size`."""
-        rare_logprob = -math.inf
-        if config.filter_gibberish:
-            assert vocab_size is not None, "filter_gibberish compares with a uniform choice over the vocabulary"
-            rare_logprob = -math.log(vocab_size) - config.gibberish_logprob_offset
-        return cls(
-            overlong=config.filter_overlong,
-            compression_threshold=config.repetition_compression_threshold if config.filter_repetition else None,
-            rare_token=config.gibberish_token_threshold if config.filter_gibberish else None,
-            rare_logprob=rare_logprob,
-            penalty_factor=config.overlong_penalty_factor,
-            penalty_from=config.max_tokens - config.overlong_buffer_tokens,
-            penalty_buffer=config.overlong_buffer_tokens,
-        )
+    config: Any
+    vocab_size: int | None = None
 
     def apply(self, sample: Trajectory, scale: tuple[float, float] = (0.0, 1.0)) -> None:
         """Sets a scored sample's filter, penalty and training reward.
@@ -85,16 +59,18 @@ class SampleFilters:
         Repetition: the text compresses too well (the criterion of Whisper, arXiv 2212.04356).
         Gibberish: a rare token was far less likely than under a uniform choice (CWM, arXiv 2510.02387).
         """
-        if self.overlong and sample.stop_reason == "length":
+        config = self.config
+        if config.filter_overlong and sample.stop_reason == "length":
             return "overlong"
-        threshold = self.compression_threshold
-        if threshold is not None and sample.compression_ratio > threshold:
+        if config.filter_repetition and sample.compression_ratio > config.repetition_compression_threshold:
             return "repetition"
-        if self.rare_token is not None and any(
-            ((s.token_ids_L > self.rare_token) & (s.engine_logprob_L < self.rare_logprob) & s.trained_L).any()
-            for s in sample.sequences()
-        ):
-            return "gibberish"
+        if config.filter_gibberish:
+            assert self.vocab_size is not None
+            least, rare = -math.log(self.vocab_size) - config.gibberish_logprob_offset, config.gibberish_token_threshold
+            if any(
+                ((s.token_ids_L > rare) & (s.engine_logprob_L < least) & s.trained_L).any() for s in sample.sequences()
+            ):
+                return "gibberish"
         return None
 
     def overlong_penalty(self, sample: Trajectory) -> float:
@@ -103,7 +79,8 @@ class SampleFilters:
         It is 0 up to `overlong_buffer_tokens` before `max_tokens`, then rises linearly to `overlong_penalty_factor` at
         `max_tokens`. The longest turn counts.
         """
-        if not self.penalty_factor:
+        factor, buffer = self.config.overlong_penalty_factor, self.config.overlong_buffer_tokens
+        if not factor:
             return 0.0
-        longest = sample.totals.longest_answer
-        return self.penalty_factor * min(max((longest - self.penalty_from) / self.penalty_buffer, 0.0), 1.0)
+        over = sample.totals.longest_answer - (self.config.max_tokens - buffer)
+        return float(factor * min(max(over / buffer, 0.0), 1.0))

@@ -222,7 +222,7 @@ async def make_orchestrator(
         components.weights,
         directory.recorder,
         status,
-        SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
+        SampleFilters(config, vocabulary_size(config) if config.filter_gibberish else None),
         components.settings,
         sampler,
         evaluation.held_out_uids,

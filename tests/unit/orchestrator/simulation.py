@@ -300,7 +300,7 @@ class Simulation:
             weights=cast(Any, self.trainer),
             recorder=cast(Any, self.recorder),
             status=self.status,
-            filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+            filters=SampleFilters(config, vocab_size=VOCAB_SIZE),
             settings=RolloutSettings.from_config(config),
             sampler=PromptSampler(
                 config.seed,

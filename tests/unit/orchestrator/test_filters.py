@@ -18,7 +18,7 @@ from telescope.rollout.trajectory import Trajectory, compression_ratio
 
 
 def filters(vocab_size: int = 1000, **fields: object) -> SampleFilters:
-    return SampleFilters.from_config(config_of(**fields), vocab_size)
+    return SampleFilters(config_of(**fields), vocab_size)
 
 
 def with_text(text: str) -> Trajectory:
