@@ -109,11 +109,9 @@ def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: M
 def estimate_mean(values: Sequence[float]) -> Estimate:
     """Returns the mean of one value per item, with its percentile bootstrap interval.
 
-    The same values give the same interval. Raises ValueError without values, and for a value that is not finite.
+    The same values give the same interval. Raises ValueError for a value that is not finite.
     """
     items = np.asarray(values, dtype=np.float64)
-    if items.size == 0:
-        raise ValueError("a confidence interval needs at least one item")
     if not np.isfinite(items).all():
         raise ValueError(f"a confidence interval needs finite values, and one is {items[~np.isfinite(items)][0]}")
     rng = np.random.default_rng(0)
@@ -130,9 +128,7 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
 def estimate_difference(values: Mapping[str, float], baseline: Mapping[str, float]) -> Estimate:
     """Returns the mean of `values` minus `baseline`, with its paired bootstrap interval.
 
-    Keys are item identities (`sample_uid`). Only items that both sides have count. Raises ValueError if there are none.
+    Keys are item identities (`sample_uid`). Only items that both sides have count; there must be one.
     """
     shared = sorted(values.keys() & baseline.keys())
-    if not shared:
-        raise ValueError("the results and the baseline have no item in common, so there is no paired difference")
     return estimate_mean([values[uid] - baseline[uid] for uid in shared])

@@ -9,6 +9,7 @@ fail before the first sample could succeed.
 
 import re
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Literal
 
 from telescope.errors import RunError
@@ -31,10 +32,11 @@ Outcome = tuple[int, str] | None
 class ErrorBudget:
     """Counts the failures of each environment. Above the allowed share, raises `RunError` with the causes."""
 
-    def __init__(self, max_share: float) -> None:
+    def __init__(self, max_share: float, outcomes: Mapping[str, list[Outcome]] | None = None) -> None:
+        """Continues from `outcomes`, which `state_dict` returned."""
         self._max_share = max_share
         self._min_failures = MIN_FAILURES if max_share > 0 else 1
-        self._outcomes: dict[str, deque[Outcome]] = {}
+        self._outcomes = {name: deque(newest, maxlen=WINDOW) for name, newest in (outcomes or {}).items()}
         """The newest outcomes by `what/environment`."""
 
     def succeeded(self, what: What, environment: str) -> None:
@@ -64,10 +66,6 @@ class ErrorBudget:
     def state_dict(self) -> dict[str, list[Outcome]]:
         """Returns the outcomes in the windows."""
         return {name: list(outcomes) for name, outcomes in self._outcomes.items()}
-
-    def load_state_dict(self, values: dict[str, list[Outcome]]) -> None:
-        """Inverse of `state_dict`."""
-        self._outcomes = {name: deque(outcomes, maxlen=WINDOW) for name, outcomes in values.items()}
 
     def _window(self, what: What, environment: str) -> deque[Outcome]:
         return self._outcomes.setdefault(f"{what}/{environment}", deque(maxlen=WINDOW))

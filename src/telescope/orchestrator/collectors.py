@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,6 @@ class Source:
     columns: dict[str, Any]
     interval: float
     take: Callable[[], Awaitable[ReadingBatch]]
-    is_failing: bool = field(default=False, init=False)
-    is_placed: bool = field(default=False, init=False)
 
 
 async def collect(sources: list[Source], recorder: Recorder) -> None:
@@ -55,21 +53,22 @@ async def collect(sources: list[Source], recorder: Recorder) -> None:
 
 
 async def _collect(source: Source, recorder: Recorder) -> None:
+    is_failing = is_placed = False
     while True:
         await asyncio.sleep(source.interval)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 batch = await source.take()
         except Exception as error:  # a run continues without a gauge
-            if not source.is_failing:
+            if not is_failing:
                 logger.warning("%s: no readings (%r); retrying", source.name, error)
-            source.is_failing = True
+            is_failing = True
             continue
-        source.is_failing = False
+        is_failing = False
         for problem in batch.problems:
             logger.warning("%s: %s", source.name, problem)
-        if not source.is_placed:
-            source.is_placed = True
+        if not is_placed:
+            is_placed = True
             if batch.hardware is not None:
                 recorder.write("nodes", {**batch.hardware, "node": batch.node})
             for gpu in batch.gpus:

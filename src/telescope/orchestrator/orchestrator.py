@@ -102,8 +102,7 @@ class Orchestrator:
         self.ledger = start.ledger
         self._notifier = ChangeNotifier(self.status)
         self.rollouts.on_change = self._notifier.notify
-        self._budget = ErrorBudget(config.environment_error_budget)
-        self._budget.load_state_dict(start.errors)
+        self._budget = ErrorBudget(config.environment_error_budget, start.errors)
         self._prompts = PromptBuffer(
             config, self.rollouts, self.environment_keys, sampler, held_out_uids, start.sampler,
             max_context=self.settings.sampling.max_context, budget=self._budget, notifier=self._notifier,

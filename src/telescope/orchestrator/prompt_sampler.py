@@ -54,7 +54,8 @@ class PromptSampler:
         self._chunk_environments: list[np.ndarray] = []
         # counts[c][e]: prompts of environment e before chunk c
         self._counts: list[np.ndarray] = [np.zeros(len(sizes), dtype=np.int64)]
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        """The epoch of each environment that was last asked for, and its order of items."""
 
     def prompt(self, n: int) -> SampledPrompt:
         """Returns prompt number n >= 0."""
@@ -76,10 +77,7 @@ class PromptSampler:
         self._counts.append(self._counts[chunk] + np.bincount(environments, minlength=len(self._sizes)))
 
     def _order(self, environment: int, epoch: int) -> np.ndarray:
-        key = (environment, epoch)
-        if key not in self._orders:
-            # Two epochs of each environment are enough, because n moves forward with a short prefetch.
-            for stale in [k for k in self._orders if k[0] == environment and k[1] < epoch - 1]:
-                del self._orders[stale]
-            self._orders[key] = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])
-        return self._orders[key]
+        if self._orders.get(environment, (-1,))[0] != epoch:  # n moves forward, so one epoch is enough
+            order = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])
+            self._orders[environment] = epoch, order
+        return self._orders[environment][1]

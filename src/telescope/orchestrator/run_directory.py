@@ -193,14 +193,11 @@ class RunDirectory:
         alert = {"time": time.time(), "step": summary.steps}
         if summary.error is not None:
             self.alerts.add({**alert, "level": "error", "kind": "run", "message": summary.error})
+            bug = None if isinstance(error, UserError | RunError | Interrupted) else error
+            logger.error("The run %s: %s", summary.sentence, summary.error, exc_info=bug, extra=REPORTED)
         else:
             self.alerts.run_command({**alert, "level": "info", "kind": "end", "message": summary.sentence})
-        sentence = f"The run {summary.sentence}"
-        if summary.error is not None:
-            bug = None if isinstance(error, UserError | RunError | Interrupted) else error
-            logger.error("%s: %s", sentence, summary.error, exc_info=bug, extra=REPORTED)
-        else:
-            logger.info(sentence, extra=REPORTED)
+            logger.info("The run %s", summary.sentence, extra=REPORTED)
         end_run(self.recorder, self._info, summary.status, config_json=self.config.to_json(), error=summary.error)
 
 

@@ -152,10 +152,9 @@ def test_equal_items_have_an_interval_without_width(value: float, count: int) ->
     assert [estimate.low, estimate.high] == pytest.approx([estimate.mean] * 2)
 
 
-@pytest.mark.parametrize(("values", "message"), [([], "at least one item"), ([1.0, math.nan], "one is nan")])
-def test_values_without_an_interval_are_refused(values: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        estimate_mean(values)
+def test_a_value_that_is_not_finite_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="one is nan"):
+        estimate_mean([1.0, math.nan])
 
 
 def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
@@ -173,5 +172,3 @@ def test_a_difference_pairs_items_by_identity_and_leaves_out_the_others() -> Non
     difference = estimate_difference(after, before)
     assert (difference.mean, difference.num_items) == (-0.5, 2)
     assert estimate_difference(dict(reversed(after.items())), before) == difference
-    with pytest.raises(ValueError, match="no item in common"):
-        estimate_difference({"a": 1.0}, {"b": 1.0})
