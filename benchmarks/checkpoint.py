@@ -130,7 +130,7 @@ async def measure(
         await stack.enter_async_context(load(parts, arguments.requests))
         await parts.trainer.train_step(random_step(num_ranks, ALL_SHAPES[shape]["vocab_size"]))
         checkpoints = CheckpointFolder(folder / "checkpoints")
-        checkpointer = Checkpointer(config, checkpoints, parts.trainer, status)
+        checkpointer = Checkpointer(config, checkpoints, parts.trainer, status, directory)
         saves = [await save(step, parts, checkpointer) for step in range(1, arguments.saves + 2)]
         if checkpoints.steps() != [arguments.saves + 1]:
             raise RuntimeError(f"the last checkpoint failed: {list(status.messages)}")

@@ -18,7 +18,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from telescope.weights.model_folder import base_weights
 
 if TYPE_CHECKING:
     from telescope.cluster.trainer_group import TrainerGroup
+    from telescope.orchestrator.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ class CheckpointFolder:
 
     def prune(self, keep_last: int | None, keep_every: int | None) -> list[int]:
         """Removes all but the newest `keep_last` and the multiples of `keep_every`. Returns the removed steps."""
-        removed = steps_to_remove(self.steps(), keep_last, keep_every)
+        older = self.steps()[:-keep_last] if keep_last is not None else []
+        removed = [step for step in older if not (keep_every and step % keep_every == 0)]
         for step in removed:
             self._remove(step)
         return removed
@@ -229,15 +231,6 @@ class CheckpointFolder:
         return Checkpoint(path, step, meta, state)
 
 
-def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Returns all steps but the newest `keep_last` and the multiples of `keep_every`."""
-    ordered = sorted(steps)
-    if keep_last is None:
-        return []
-    newest = ordered[-keep_last:]
-    return [step for step in ordered if step not in newest and not (keep_every and step % keep_every == 0)]
-
-
 @dataclass(eq=False)
 class Checkpointer:
     """Writes the checkpoints of a live run."""
@@ -246,18 +239,14 @@ class Checkpointer:
     folder: CheckpointFolder
     trainer: TrainerGroup
     status: RunStatus
+    directory: RunDirectory
     _: KW_ONLY
     last_step: int = 0
     """Step of the newest complete checkpoint, initially of the checkpoint from which the run continues."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Content of `hf_meta/`."""
-    flush_record: Callable[[], object] = lambda: None
-    """Writes the step's rows to disk, so that a run that continues from the checkpoint lacks none."""
-    write: Callable[[str, dict[str, Any]], None] = lambda table, row: None
-    """Adds a row to the record."""
     seconds_left: Callable[[], float | None] = lambda: None
     """Returns how long the run still waits for a checkpoint, or None without a limit."""
-    run_id: str | None = None
     _writing: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
@@ -354,7 +343,9 @@ class Checkpointer:
         ended_at = time.time()
         logger.info("The checkpoint after step %d was written in %.1f s", step, ended_at - started_at)
         row = {"name": "checkpoint", "component": "orchestrator", "step": step, "start": paused_at, "end": ended_at}
-        self.write("spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}})
+        self.directory.recorder.write(
+            "spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}}
+        )
         try:
             removed = await asyncio.to_thread(
                 self.folder.prune, self.config.checkpoint_keep_last, self.config.checkpoint_keep_every
@@ -371,7 +362,7 @@ class Checkpointer:
         (partial / HF_META).mkdir()
         for name, content in self.model_files.items():
             (partial / HF_META / name).write_bytes(content)
-        self.flush_record()
+        self.directory.flush_record()  # a run that continues from the checkpoint lacks no rows
         config = self.config
         self.folder.complete(
             partial,
@@ -387,7 +378,7 @@ class Checkpointer:
                 "config_hash": config.hash,
                 "config": config.values,
                 "telescope": telescope.__version__,
-                "run": self.run_id,
+                "run": self.directory.run_id,
                 "base": base_weights(config.model) if config.lora_rank else None,
                 "files": digests | digests_of(partial, set(files_below(partial)) - digests.keys()),
             },

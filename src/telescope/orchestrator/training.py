@@ -57,9 +57,8 @@ class Training:
             self.directory.started(components.topology | components.trainer.topology, start.step)
             self.checkpoints.continue_after(start.step)
             checkpointer = Checkpointer(
-                config, self.checkpoints, components.trainer, status,
-                last_step=start.step, model_files=read_meta_files(config), flush_record=self.directory.flush_record,
-                write=self.directory.recorder.write, seconds_left=self._seconds_left, run_id=self.directory.run_id,
+                config, self.checkpoints, components.trainer, status, self.directory,
+                last_step=start.step, model_files=read_meta_files(config), seconds_left=self._seconds_left,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
                 components, self.evaluation, self.directory, status, start=start,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
+from tests.unit.orchestrator.test_checkpoints import directory_of
 
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
 from telescope.orchestrator.supervision import Supervisor
@@ -123,7 +124,7 @@ def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(pace, de
     async def run(folder: CheckpointFolder) -> None:
         simulation = Simulation(config, pace, seed=seed, num_servers=2)
         ranks = DelayedRanks(simulation, delays, random.Random(seed))
-        checkpointer = Checkpointer(config, folder, ranks, simulation.status)
+        checkpointer = Checkpointer(config, folder, ranks, simulation.status, directory_of())
         simulation.orchestrator.after_step = checkpointer.after_step
         others = Supervisor()
         others.spawn(ranks.bring_servers_up(), "servers")

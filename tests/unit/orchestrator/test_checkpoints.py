@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder, steps_to_remove
+from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
 from telescope.orchestrator.status import RunStatus
@@ -49,6 +50,11 @@ class FileTrainer:
         return {}
 
 
+def directory_of(recorder: StrictRecorder | None = None) -> Any:
+    """The directory of a run, as far as a checkpointer uses it."""
+    return SimpleNamespace(recorder=recorder or StrictRecorder(), flush_record=lambda: None, run_id="run")
+
+
 class Saving:
     """A checkpointer in `folder` over a trainer of files."""
 
@@ -59,8 +65,8 @@ class Saving:
         self.recorder = StrictRecorder()
         self.seconds_left: float | None = None
         self.checkpointer = Checkpointer(
-            config_of(**changes), self.folder, self.trainer, self.status, model_files={"config.json": b"{}"},
-            write=self.recorder.write, seconds_left=lambda: self.seconds_left,
+            config_of(**changes), self.folder, self.trainer, self.status, directory_of(self.recorder),
+            model_files={"config.json": b"{}"}, seconds_left=lambda: self.seconds_left,
         )  # fmt: skip
 
     async def steps(self, last: int) -> None:
@@ -150,7 +156,9 @@ async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_pat
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))
 def test_the_newest_and_the_multiples_are_kept(steps, keep_last, keep_every):
-    removed = steps_to_remove(steps, keep_last, keep_every)
+    folder = CheckpointFolder(Path("unused"))
+    folder.steps, folder._remove = lambda: sorted(steps), lambda step: None  # type: ignore[method-assign]
+    removed = folder.prune(keep_last, keep_every)
     kept = steps - set(removed)
     assert set(sorted(steps)[-keep_last:]) <= kept
     for step in steps - set(sorted(steps)[-keep_last:]):
@@ -169,8 +177,9 @@ async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_che
     again.folder.continue_after(2)
     assert again.folder.steps() == [1, 2]
     again.checkpointer = Checkpointer(
-        config_of(checkpoint_every=1, checkpoint_keep_last=1), again.folder, again.trainer, again.status, last_step=2
-    )
+        config_of(checkpoint_every=1, checkpoint_keep_last=1), again.folder, again.trainer, again.status,
+        directory_of(), last_step=2,
+    )  # fmt: skip
     await again.checkpointer.save_last(2, lambda: RunState(step=2))
     assert again.trainer.saved == [], "it is the checkpoint that was loaded"
     await again.checkpointer.save_last(3, lambda: RunState(step=3))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
-from tests.unit.orchestrator.test_checkpoints import FileTrainer
+from tests.unit.orchestrator.test_checkpoints import FileTrainer, directory_of
 
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
 from telescope.orchestrator.run_state import RunState
@@ -28,7 +28,7 @@ class Ending:
         nothing: Any = None
         self.training = Training(parts, nothing, nothing, status, self.folder, nothing)
         self.checkpointer = Checkpointer(
-            self.config, self.folder, self.trainer, status, seconds_left=self.training._seconds_left
+            self.config, self.folder, self.trainer, status, directory_of(), seconds_left=self.training._seconds_left
         )
 
     async def save(self) -> list[int]:
