@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.algorithms.base import STD_EPSILON, Algorithm, get_algorithm
+from telescope.algorithms.base import Algorithm, get_algorithm
+from telescope.algorithms.grpo import standardize
 from telescope.algorithms.reinforce_pp import center
 from telescope.config.algorithms import ALGORITHM_FACTS, AdvantageNorm
 
@@ -44,7 +45,7 @@ def whiten(advantages_M: np.ndarray) -> np.ndarray:
     """Whitens over the batch: (A - mean) / (std + 1e-4), std with ddof = 1. Equal values give 0."""
     if advantages_M.size < 2 or advantages_M.min() == advantages_M.max():
         return np.zeros_like(advantages_M)
-    return (advantages_M - advantages_M.mean()) / (advantages_M.std(ddof=1) + STD_EPSILON)
+    return standardize(advantages_M)
 
 
 def compute_advantages(
