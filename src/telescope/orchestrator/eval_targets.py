@@ -138,12 +138,8 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
         children = folder.iterdir() if folder.is_dir() else ()
         found = {int(m[1]): child for child in children if (m := STEP_NAME.fullmatch(child.name))}
         complete = {n: child for n, child in sorted(found.items()) if _is_model(child)}
-        if (
-            not complete
-            and steps is None
-            and is_run(path)
-            and any((model := RunFiles(path).model).glob("*.safetensors"))
-        ):
+        model = RunFiles(path).model
+        if not complete and steps is None and is_run(path) and any(model.glob("*.safetensors")):
             return [_target(model)]
         if not complete:
             raise UserError(
