@@ -46,10 +46,6 @@ class AsyncWindow:
         assert self.outstanding > 0
         self.outstanding -= 1
 
-    def synced(self) -> None:
-        """Counts a training step whose weights are synced."""
-        self.version += 1
-
 
 @dataclass
 class Ledger:

@@ -49,10 +49,6 @@ class _EvalShare:
     """Policy version of the newest evals."""
     task: asyncio.Task[Any] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return self.task is not None and not self.task.done()
-
 
 @dataclass
 class Evaluation:
@@ -117,7 +113,7 @@ class Evaluation:
     async def finish(self) -> None:
         """Waits until no eval is running."""
         self._run_waits = True
-        running = [share.task for share in self._shares if share.task and share.is_running]
+        running = self._running()
         if running:
             self.status.phase = "waiting for running evals"
         await asyncio.gather(*running)
@@ -129,12 +125,14 @@ class Evaluation:
 
     async def cancel(self, reason: str, *, later_than: int = -1) -> None:
         """Cancels the running evals whose version is later than `later_than`."""
-        running = [
-            share.task for share in self._shares if share.task and share.is_running and share.version > later_than
-        ]
+        running = self._running(later_than)
         for task in running:
             task.cancel(reason)
         await asyncio.gather(*running, return_exceptions=True)
+
+    def _running(self, later_than: int = -1) -> list[asyncio.Task[Any]]:
+        tasks = [share.task for share in self._shares if share.task is not None and share.version > later_than]
+        return [task for task in tasks if not task.done()]
 
     # During training
 
@@ -152,7 +150,7 @@ class Evaluation:
                 p for p in share.plans if step % self.config.evals[p.number].eval_every == 0 and p.number not in done
             ]
             servers = self.servers.dedicated.intersection(share.servers)
-            if due and (share.is_running or not servers):
+            if due and (share.task in self._running() or not servers):
                 busy = "the last eval on its servers is still running" if servers else "its servers serve rollouts"
                 for plan in due:
                     self._report(plan, step, time.time(), "skipped", busy)
@@ -277,7 +275,7 @@ class Evaluation:
             + f" of {pluralize(result.num_items, 'item')}{result.failures}",
             "eval",
         )
-        self.status.evaluated(self._point(result))
+        self.status.report_findings(self.status.health.after_eval(self._point(result)), version - 1)
 
     def _report(
         self, plan: PlannedEval, version: int, started_at: float, status: str, error: str, used: set[int] | None = None

@@ -398,7 +398,7 @@ class Orchestrator:
             result = await self.trainer.train_step(batch.inputs)
             self.status.components["trainer"] = "sending weights"
             sync_metrics = await self.weights.sync()
-            self.window.synced()
+            self.window.version += 1
             self._dropped.clear()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)

@@ -211,13 +211,14 @@ class _TrainingRun:
             if news is not None:
                 status.report(news, "record", "warning")
             status.detect_stall()
+            now = time.time()
             for reading in disk.take().readings:
                 row = {"time": reading.time, "name": reading.name, "component": "host", "value": reading.value}
                 write("gauges", row)
                 sizes[reading.name] = reading.value
             if len(sizes) == 2:
-                status.check_disk_space(sizes[DISK_FREE], sizes[DISK_TOTAL])
-            now = time.time()
+                found = status.health.check_disk(sizes[DISK_FREE], sizes[DISK_TOTAL], status.run_dir, now)
+                status.report_findings(found, status.step)
             for name, value in (
                 ("event_loop_lag_seconds", max(seconds - GAUGE_SECONDS, 0.0)),
                 ("lanes_used", float(status.num_generating)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.health.rules import EvalPoint, Finding, Level, ends_of
+from telescope.health.rules import Finding, Level, ends_of
 from telescope.health.watch import Watch
 from telescope.record.alerts import REPORTED
 from telescope.utils.text import plain, pluralize, single_line
@@ -122,22 +122,15 @@ class RunStatus:
     def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Reports new findings after a step of `seconds`."""
         self.last_step_at = time.monotonic()
-        self._report_findings(self.health.after_step(step, metrics, seconds), step)
-
-    def evaluated(self, point: EvalPoint) -> None:
-        """Reports new findings after an eval."""
-        self._report_findings(self.health.after_eval(point), point.step)
+        self.report_findings(self.health.after_step(step, metrics, seconds), step)
 
     def detect_stall(self) -> None:
         """Reports a stall if no step has ended for long."""
         if self.last_step_at is not None and self.step < self.num_steps:
-            self._report_findings(self.health.while_waiting(time.monotonic() - self.last_step_at), self.step)
+            self.report_findings(self.health.while_waiting(time.monotonic() - self.last_step_at), self.step)
 
-    def check_disk_space(self, free: float, total: float) -> None:
-        """Reports a nearly full disk. `free` and `total` are bytes of the run directory's disk."""
-        self._report_findings(self.health.check_disk(free, total, self.run_dir, time.time()), self.step)
-
-    def _report_findings(self, news: Sequence[Finding], step: int) -> None:
+    def report_findings(self, news: Sequence[Finding], step: int) -> None:
+        """Reports findings of `health`, which were made after `step`."""
         for found in news:
             more = {"advice": found.advice, "metrics": list(found.metrics), "step": step - found.steps_ago}
             self.report(found.text, found.kind, found.level, log=logger, **more)

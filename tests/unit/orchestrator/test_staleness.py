@@ -200,7 +200,7 @@ def test_a_run_whose_answers_are_all_too_slow_stops_with_the_reason() -> None:
             while True:
                 await asyncio.sleep(1.0)
                 await simulation.trainer.sync()
-                simulation.orchestrator.window.synced()
+                simulation.orchestrator.window.version += 1
                 simulation.orchestrator._withdraw_stale_groups()
 
         supervisor.spawn(sync(), "sync")
