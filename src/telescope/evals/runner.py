@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from telescope.config import EvalEntry
+from telescope.config import TelescopeConfig
 from telescope.environments.types import PreparedPrompt
 from telescope.environments.user_code import gather_or_cancel
 from telescope.errors import EnvironmentFailure
-from telescope.evals.entries import num_eval_items
+from telescope.evals.entries import EnvironmentKeys, check_eval_items, num_eval_items
 from telescope.evals.statistics import (
     Estimate,
     accuracy_metric,
@@ -123,23 +123,24 @@ class EvalResult:
         return f" ({self.num_failed}{samples} failed)" if self.num_failed else ""
 
 
-async def plan_eval(
-    entry: EvalEntry, environment_key: str, environments: RolloutPool, sampling: SamplingSettings, number: int = 0
-) -> PlannedEval:
-    """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
+async def plan_evals(
+    config: TelescopeConfig, keys: EnvironmentKeys, environments: RolloutPool, sampling: SamplingSettings
+) -> list[PlannedEval]:
+    """Plans every eval of the config, in order, and renders its items. Its settings override the run's `sampling`.
 
-    Raises EnvironmentFailure when an item cannot be rendered, ConfigError when there are fewer than `num_samples`: an
-    eval that silently shrinks measures something else.
+    Raises EnvironmentFailure when an item cannot be rendered, and the errors of `check_eval_items`.
     """
-    info = await environments.describe(environment_key)
-    num_items = num_eval_items(entry, info.num_samples)
-    prompts = await asyncio.gather(*(environments.prepare(environment_key, index) for index in range(num_items)))
-    own = {name: getattr(entry, name) for name in ("temperature", "top_p", "max_tokens")}
-    settings = dataclasses.replace(sampling, **{name: value for name, value in own.items() if value is not None})
-    items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
-    return PlannedEval(
-        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, entry.pass_k,
-    )  # fmt: skip
+    infos = {key: await environments.describe(key) for key in keys.evals}
+    check_eval_items(config, keys, infos)
+    plans = []
+    for number, (entry, key) in enumerate(zip(config.evals, keys.evals, strict=True)):
+        num_items = num_eval_items(entry, infos[key].num_samples)
+        prompts = await asyncio.gather(*(environments.prepare(key, index) for index in range(num_items)))
+        items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
+        own = {name: getattr(entry, name) for name in ("temperature", "top_p", "max_tokens")}
+        settings = dataclasses.replace(sampling, **{name: value for name, value in own.items() if value is not None})
+        plans.append(PlannedEval(entry.name, key, items, settings, entry.separate_eval_samples, number, entry.pass_k))
+    return plans
 
 
 async def run_eval(

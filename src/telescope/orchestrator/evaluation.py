@@ -1,6 +1,6 @@
 """Runs the evals of a run before, during and after training.
 
-Owns the plan of evals, the set of held-out items, the schedule and the recording of results. `evals.runner` samples by
+Owns the set of held-out items, the schedule and the recording of results. `evals.runner` plans evals, and samples by
 the same path as training.
 
 During training an eval runs in its own task, on servers that serve no rollouts. It leases them at one policy version
@@ -22,8 +22,7 @@ from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
-from telescope.evals.entries import EnvironmentKeys, check_eval_items
-from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, plan_eval, run_eval, scores_of
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, SamplesFile, run_eval, scores_of
 from telescope.evals.statistics import estimate_difference
 from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows
@@ -302,14 +301,3 @@ class Evaluation:
     def _point(self, result: EvalResult) -> EvalPoint:
         low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
         return EvalPoint(self._label(result), result.version - 1, result.accuracy, low, high)
-
-
-async def plan_evals(
-    config: TelescopeConfig, keys: EnvironmentKeys, environments: RolloutPool, settings: RolloutSettings
-) -> list[PlannedEval]:
-    """Plans every eval of the config, in order. Raises the errors of `check_eval_items` and `plan_eval`."""
-    check_eval_items(config, keys, {key: await environments.describe(key) for key in keys.evals})
-    return [
-        await plan_eval(entry, key, environments, settings.sampling, number)
-        for number, (entry, key) in enumerate(zip(config.evals, keys.evals, strict=True))
-    ]

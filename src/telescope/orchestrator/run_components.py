@@ -32,10 +32,9 @@ from telescope.environments.types import EnvironmentInfo
 from telescope.environments.user_code import gather_or_cancel
 from telescope.errors import UserError
 from telescope.evals.entries import EnvironmentKeys, environment_keys
-from telescope.evals.runner import PlannedEval
+from telescope.evals.runner import PlannedEval, plan_evals
 from telescope.inference.base import EngineBackend, backend_of
 from telescope.inference.request_tracing import receive_traces
-from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.prompt_buffer import measure_prompts
 from telescope.orchestrator.record_rows import trainer_span_row
@@ -88,7 +87,7 @@ class RunComponents:
         """Returns the components once the rollout workers are started. Plans the evals; servers are still missing."""
         infos = rollouts.infos
         settings = RolloutSettings.from_config(config, Stops(**next(iter(infos.values())).stops))
-        evals = await plan_evals(config, keys, rollouts, settings)
+        evals = await plan_evals(config, keys, rollouts, settings.sampling)
         data = describe_data(keys.training, [infos[key] for key in keys.training], evals)
         return cls(config, keys, rollouts, settings, evals, data)
 

@@ -15,9 +15,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.types import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.evals.entries import environment_keys
-from telescope.evals.runner import EvalResult, SamplesFile
+from telescope.evals.runner import EvalResult, SamplesFile, plan_evals
 from telescope.inference.base import GenerateRequest
-from telescope.orchestrator.evaluation import Evaluation, plan_evals
+from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
@@ -33,7 +33,7 @@ async def evaluation_of(
     """The evals of a config on engines that are up, one by default."""
     environments = environments or SimulatedEnvironment()
     settings = RolloutSettings.from_config(config)
-    plans = await plan_evals(config, environment_keys(config), environments, settings)
+    plans = await plan_evals(config, environment_keys(config), environments, settings.sampling)
     clients: list[Any] = list(engines) or [FakeServer()]
     status = RunStatus("test", config.number_of_steps)
     rollouts = RolloutPool([RolloutWorker(environments, clients) for _ in range(num_workers)])
