@@ -1,8 +1,9 @@
 """Defines the async window, the prompt ledger, and the age bound of groups.
 
 Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = training steps whose weights are synced,
-k = `max_async_rollout` and A = opened minus discarded groups, a group may be opened exactly if A < (v + 1 + k) * B. So
-k = 0 is strictly synchronous, a discarded group is replaced at once, and no group is generated in excess.
+k = `max_async_rollout` and A = opened minus discarded groups, a group may be opened exactly if A < (v + 1 + k) * B. Of
+these groups v * B are trained, so the others must be fewer than (1 + k) * B. So k = 0 is strictly synchronous, a
+discarded group is replaced at once, and no group is generated in excess.
 
 The ledger's invariant: prompts opened = trained + dropped (each with a reason) + still open. A prompt whose group
 became too old is requeued and stays open.
@@ -23,28 +24,9 @@ from dataclasses import dataclass, field
 from telescope.orchestrator.groups import Group
 
 
-@dataclass
-class AsyncWindow:
-    """Decides whether a group may be opened. `version` is v, `outstanding` is A."""
-
-    batch_size: int
-    max_async_rollout: int
-    version: int = 0
-    outstanding: int = 0
-
-    def may_open(self) -> bool:
-        """Returns whether one more group fits the window."""
-        return self.outstanding < (self.version + 1 + self.max_async_rollout) * self.batch_size
-
-    def opened(self) -> None:
-        """Counts an opened group."""
-        assert self.may_open(), "a group was opened outside the async window"
-        self.outstanding += 1
-
-    def discarded(self) -> None:
-        """Counts a group that will never be trained."""
-        assert self.outstanding > 0
-        self.outstanding -= 1
+def may_open(num_groups: int, batch_size: int, max_async_rollout: int) -> bool:
+    """Returns whether one more group fits the window beside `num_groups` that are neither trained nor given up."""
+    return num_groups < (1 + max_async_rollout) * batch_size
 
 
 @dataclass
@@ -64,6 +46,11 @@ class Ledger:
     def __post_init__(self) -> None:
         self._waiting: set[int] = set()
         """Requeued prompts without a group."""
+
+    @property
+    def num_groups(self) -> int:
+        """Returns how many groups are neither trained nor given up."""
+        return len(self.open) - len(self._waiting)
 
     def opened(self, n: int) -> None:
         """Counts a group opened for prompt n, for the first time or after a requeue."""

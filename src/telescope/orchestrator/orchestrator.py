@@ -6,10 +6,10 @@
     _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups
     _train_loop     train step -> weight sync -> version += 1         waits for: a batch
 
-Invariants: `window` alone decides whether a group may be opened; every opened prompt ends in `ledger` as trained or as
-dropped with a reason; `version` counts the training steps whose weights the engines have loaded. A failure in any loop
-ends the run. The orchestrator owns samples and groups. A rollout worker (`rollout.worker`) runs a sample from its
-prompt to its reward, the trainer computes gradients, and the step recorder writes the record.
+Invariants: the async window alone decides whether a group may be opened; every opened prompt ends in `ledger` as
+trained or as dropped with a reason; `version` counts the training steps whose weights the engines have loaded. A
+failure in any loop ends the run. The orchestrator owns samples and groups. A rollout worker (`rollout.worker`) runs a
+sample from its prompt to its reward, the trainer computes gradients, and the step recorder writes the record.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from telescope.environments.types import EnvironmentInfo, PreparedPrompt
 from telescope.errors import RunError
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Staleness
+from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, Staleness, may_open
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, form_batch
@@ -96,9 +96,8 @@ class Orchestrator:
         for group in start.groups:
             group.prompt_key = ""  # the attempt that recorded the prompt was an earlier one
         config, batch_size = self.config, self.config.prompts_batch_size_for_trainer
-        self.window = AsyncWindow(
-            batch_size, config.max_async_rollout, start.step, start.step * batch_size + len(start.groups)
-        )
+        self.version = start.step
+        """Training steps whose weights the engines have loaded."""
         self.ledger = start.ledger
         self._notifier = ChangeNotifier(self.status)
         self.rollouts.on_change = self._notifier.notify
@@ -146,7 +145,7 @@ class Orchestrator:
         kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
         kept_ids = {group.group_id for group in kept}
         return RunState(
-            step=self.window.version,
+            step=self.version,
             sampler=self._prompts.position((self.ledger.open - kept_ids) | self._dropped.keys()),
             ledger=self.ledger.reopening(kept_ids, self._dropped.values()),
             errors=self._budget.state_dict(),
@@ -168,7 +167,7 @@ class Orchestrator:
             self._last_state = self.run_state()
             self._has_ended = True
             for group in self._unsettled.values():
-                self._step_recorder.write_unfinished(group, self.window.version)
+                self._step_recorder.write_unfinished(group, self.version)
                 if group.running is not None:
                     group.running.cancel()
             self._unsettled.clear()
@@ -208,20 +207,20 @@ class Orchestrator:
             self._sample(group, sample)
 
     def _may_open(self) -> bool:
+        if self._stop_requested or self._has_ended:
+            return False
         # A group beyond the last step would never be trained.
-        is_wanted = self.window.outstanding < self.config.number_of_steps * self.config.prompts_batch_size_for_trainer
-        may_go_on = not self._stop_requested and not self._has_ended
-        return is_wanted and may_go_on and self.window.may_open()
+        num_ahead = min(self.config.max_async_rollout, self.config.number_of_steps - self.version - 1)
+        return may_open(self.ledger.num_groups, self.config.prompts_batch_size_for_trainer, num_ahead)
 
     def _open_group(self, sampled: SampledPrompt, prompt: PreparedPrompt) -> Group:
-        self.window.opened()
         self.ledger.opened(sampled.n)
         group = Group(
             sampled,
             self.config.environments[sampled.environment].name,
             prompt,
             self.config.group_size,
-            self.window.version,
+            self.version,
             time.time(),
             num_requeues=self.ledger.requeues.get(sampled.n, 0),
         )
@@ -249,7 +248,7 @@ class Orchestrator:
         self._step_recorder.count_retries(trajectory)
         if group.withdrawn:
             self.status.num_tokens_generated += trajectory.num_sampled_tokens
-            self._step_recorder.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
+            self._step_recorder.cancelled(group, trajectory, MAX_ASYNC, self.version)
             return
         if trajectory.reward is None:
             assert trajectory.failure_kind is not None
@@ -299,16 +298,15 @@ class Orchestrator:
         self.status.num_finished_groups = len(self._finished)
 
     def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
-        self.window.discarded()
         self.ledger.drop(group.group_id, reason)
         self._dropped[group.group_id] = reason
         del self._unsettled[group.group_id]
         self._streak.discarded(kind or reason, rewards_n)
-        self._step_recorder.discarded(group, reason, kind, self.window.version)
+        self._step_recorder.discarded(group, reason, kind, self.version)
         if self._streak.is_half_over:
-            self.status.report(self._streak.diagnosis(self.window.version), "discards", "warning")
+            self.status.report(self._streak.diagnosis(self.version), "discards", "warning")
         if self._streak.is_over:
-            raise RunError(self._streak.diagnosis(self.window.version))
+            raise RunError(self._streak.diagnosis(self.version))
 
     # Groups that became too old
 
@@ -316,11 +314,11 @@ class Orchestrator:
         """Withdraws groups that are too old and requeues their prompts, at every sync and when a batch is formed."""
         if self._has_ended:
             return
-        if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):
+        if self._batch is not None and self._staleness.stale(self._batch.groups, self.version):
             # If the waiting batch has a stale group, it is dissolved and its other groups go into the next batch.
             self._finished += self._batch.groups
             self._batch = None
-        for group in self._staleness.stale((*self._finished, *self._open.values()), self.window.version):
+        for group in self._staleness.stale((*self._finished, *self._open.values()), self.version):
             self._withdraw(group)
         self._finished = [group for group in self._finished if not group.withdrawn]
         self.status.num_open_groups = len(self._open)
@@ -329,12 +327,11 @@ class Orchestrator:
 
     def _withdraw(self, group: Group) -> None:
         """Withdraws a group, cancels its running samples, and requeues or drops its prompt."""
-        version = self.window.version
+        version = self.version
         group.withdrawn = True
         group.finished_at = time.time()
         self._open.pop(group.group_id, None)
         if group.num_requeues < self.max_requeues:
-            self.window.discarded()
             self.ledger.requeued(group.group_id)
             group.requeued = True
             self._prompts.requeue(group.sampled_prompt, group.prompt)
@@ -398,7 +395,7 @@ class Orchestrator:
             result = await self.trainer.train_step(batch.inputs)
             self.status.components["trainer"] = "sending weights"
             sync_metrics = await self.weights.sync()
-            self.window.version += 1
+            self.version += 1
             self._dropped.clear()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)

@@ -4,24 +4,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.orchestrator.async_window import AsyncWindow, Ledger
+from telescope.orchestrator.async_window import Ledger, may_open
 
 
 def test_zero_async_rollout_is_strictly_synchronous() -> None:
-    window = AsyncWindow(batch_size=4, max_async_rollout=0)
-    for _ in range(4):
-        window.opened()
-    assert not window.may_open(), "the next batch must wait for the weights of this one"
-    window.version += 1
-    assert window.may_open()
+    ledger = Ledger()
+    for n in range(4):
+        assert may_open(ledger.num_groups, 4, 0)
+        ledger.opened(n)
+    assert not may_open(ledger.num_groups, 4, 0), "the next batch must wait for the weights of this one"
+    for n in range(4):
+        ledger.trained(n)
+    assert may_open(ledger.num_groups, 4, 0)
 
 
-def test_a_discarded_group_is_replaced_at_once() -> None:
-    window = AsyncWindow(batch_size=2, max_async_rollout=0)
-    window.opened()
-    window.opened()
-    window.discarded()
-    assert window.may_open()
+def test_a_group_that_is_given_up_is_replaced_at_once() -> None:
+    ledger = Ledger()
+    for n in (0, 1):
+        ledger.opened(n)
+    ledger.drop(0, "zero_advantage")
+    assert may_open(ledger.num_groups, 2, 0)
+    ledger.opened(2)
+    assert not may_open(ledger.num_groups, 2, 0)
+    ledger.requeued(2)
+    assert may_open(ledger.num_groups, 2, 0)
 
 
 @given(
@@ -30,27 +36,19 @@ def test_a_discarded_group_is_replaced_at_once() -> None:
     actions=st.lists(st.sampled_from(["open", "discard", "step"]), max_size=200),
 )
 def test_generation_is_never_further_ahead_than_the_window(batch: int, ahead: int, actions: list[str]) -> None:
-    window = AsyncWindow(batch, ahead)
-    open_groups, discarded, opened = 0, 0, 0
+    ledger, version, discarded = Ledger(), 0, 0
     for action in actions:
-        if action == "open" and window.may_open():
-            window.opened()
-            open_groups, opened = open_groups + 1, opened + 1
-        elif action == "discard" and open_groups:
-            window.discarded()
-            open_groups, discarded = open_groups - 1, discarded + 1
-        elif action == "step" and open_groups >= batch:
-            open_groups -= batch
-            window.version += 1
-        assert opened - discarded <= (window.version + 1 + ahead) * batch
-        assert open_groups <= (1 + ahead) * batch, "no surplus"
-
-
-def test_opening_outside_the_window_is_a_bug() -> None:
-    window = AsyncWindow(1, 0)
-    window.opened()
-    with pytest.raises(AssertionError):
-        window.opened()
+        if action == "open" and may_open(ledger.num_groups, batch, ahead):
+            ledger.opened(ledger.num_opened)
+        elif action == "discard" and ledger.open:
+            ledger.drop(min(ledger.open), "zero_advantage")
+            discarded += 1
+        elif action == "step" and len(ledger.open) >= batch:
+            for n in sorted(ledger.open)[:batch]:
+                ledger.trained(n)
+            version += 1
+        assert ledger.num_opened - discarded <= (version + 1 + ahead) * batch
+        assert len(ledger.open) <= (1 + ahead) * batch, "no surplus"
 
 
 @given(st.lists(st.sampled_from(["open", "train", "drop"]), max_size=100))

@@ -182,9 +182,9 @@ async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_bef
     sync, counted = run.trainer.sync, []
 
     async def slow_sync() -> dict[str, float]:
-        counted.append((run.orchestrator.window.version, len(run.engine.requests)))
+        counted.append((run.orchestrator.version, len(run.engine.requests)))
         await tick(50)  # groups that the window allows are opened meanwhile
-        counted.append((run.orchestrator.window.version, len(run.engine.requests)))
+        counted.append((run.orchestrator.version, len(run.engine.requests)))
         return await sync()
 
     run.trainer.sync = slow_sync  # type: ignore[method-assign]

@@ -190,7 +190,8 @@ def test_a_waiting_batch_is_dissolved_when_it_becomes_too_old() -> None:
 
 def test_a_run_whose_answers_are_all_too_slow_stops_with_the_reason() -> None:
     pace = Pace(tokens=(300, 300), tokens_per_second=1.0, train=(0.1, 0.1))
-    quick = config_of(max_off_policy_steps=0, max_async_rollout=8, max_tokens=1000, max_model_len=4096, seq_len=4096)
+    lengths = {"max_tokens": 1000, "max_model_len": 4096, "seq_len": 4096}
+    quick = config_of(number_of_steps=10_000, max_off_policy_steps=0, max_async_rollout=8, **lengths)
     simulation = Simulation(quick, pace)
 
     async def versions_move_on_without_a_batch() -> None:
@@ -200,7 +201,7 @@ def test_a_run_whose_answers_are_all_too_slow_stops_with_the_reason() -> None:
             while True:
                 await asyncio.sleep(1.0)
                 await simulation.trainer.sync()
-                simulation.orchestrator.window.version += 1
+                simulation.orchestrator.version += 1
                 simulation.orchestrator._withdraw_stale_groups()
 
         supervisor.spawn(sync(), "sync")
