@@ -1,10 +1,13 @@
 """The async window and the ledger of prompts."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.orchestrator.async_window import Ledger, may_open
+from telescope.orchestrator.run_state import RunState
 
 
 def test_zero_async_rollout_is_strictly_synchronous() -> None:
@@ -72,3 +75,12 @@ def test_a_prompt_cannot_end_twice() -> None:
     ledger.trained(3)
     with pytest.raises(KeyError):
         ledger.drop(3, "zero_advantage")
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_requeues_survive_a_checkpoint_also_of_a_version_that_wrote_pairs(earlier: bool) -> None:
+    ledger = Ledger({4}, num_opened=3, num_trained=1, dropped={"too_slow": 1}, num_requeued=2, requeues={4: 2})
+    values = RunState(ledger=ledger).state_dict()
+    if earlier:
+        values["ledger"]["requeues"] = [[4, 2]]
+    assert RunState.load_state_dict(json.loads(json.dumps(values))).ledger == ledger
