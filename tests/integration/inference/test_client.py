@@ -1,6 +1,7 @@
 """The engine client over real HTTP, against the fake engine behind the real middlewares."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
@@ -176,7 +177,7 @@ async def test_an_answer_across_thousands_of_syncs_has_all_its_version_spans() -
     async def answer(_: web.Request) -> web.Response:
         entries = {"content": [{"logprob": -1.0}] * len(starts)}
         choice = {"token_ids": [1] * len(starts), "logprobs": entries, "finish_reason": "stop"}
-        headers = {wire.VERSION_SPANS_HEADER: wire.format_spans_header(starts)}
+        headers = {wire.VERSION_SPANS_HEADER: json.dumps(starts)}
         return web.json_response({"choices": [choice]}, headers=headers)
 
     app = web.Application()

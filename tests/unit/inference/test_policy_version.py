@@ -184,8 +184,8 @@ async def test_spans_are_noted_at_each_update_inside_the_engine() -> None:
     await caller.swap(2)
     caller.engine.block.set()
     name = wire.VERSION_SPANS_HEADER.encode()
-    assert (await early)[1][name] == b"default:0,1:5,2:9"
-    assert (await late)[1][name] == b"1:0,2:2"
+    assert (await early)[1][name] == b'[["default",0],["1",5],["2",9]]'
+    assert (await late)[1][name] == b'[["1",0],["2",2]]'
     assert caller.middleware._spans == {}
 
 

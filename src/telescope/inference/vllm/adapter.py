@@ -17,9 +17,9 @@ parser reads both: ids from `token_ids`, values from `logprob`, and spans from t
 import base64
 import io
 import itertools
-import math
 import operator
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ REQUEST_ID_PREFIX = "generate-tokens-"
 """Prefix that vLLM adds to the caller's request id; aborts must name the prefixed form."""
 
 VERSION_SPANS_HEADER = "x-telescope-version-spans"
-"""Header with `label:first_token` pairs, for engines that do not report spans."""
+"""Header with (label, first token) pairs as JSON, for engines that do not report spans."""
 
 FINAL_ONLY = 2
 """vLLM's `RequestOutputKind` for a whole response. 0.32 assumes it on this route; 0.26 would build a response of all
@@ -149,6 +149,7 @@ class _PromptAnswer(msgspec.Struct):
 
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
+_spans_decoder = msgspec.json.Decoder(list[tuple[str, int]])
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 """Types of expert numbers: uint16 for more than 256 experts."""
@@ -174,8 +175,8 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
     for anything else.
     """
     try:
-        answer = _generate_decoder.decode(body)
-        choice = answer.choices[0]
+        choice = _generate_decoder.decode(body).choices[0]
+        starts = None if spans_header is None else _spans_decoder.decode(spans_header)
     except (msgspec.DecodeError, IndexError) as error:
         raise InfrastructureError(f"the engine's answer is not a generate answer: {error}") from error
     token_ids_N = np.array(choice.token_ids or (), dtype=np.int32)
@@ -186,19 +187,17 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
     logprobs_N = np.fromiter(map(operator.attrgetter("logprob"), entries), dtype=np.float32, count=num_tokens)
     if choice.finish_reason not in FINISH_REASONS:
         raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
-    starts = None
     if choice.weight_versions is not None:
         starts = [(span.version, span.start) for span in choice.weight_versions]
-    elif spans_header is not None:
-        starts = parse_spans_header(spans_header)
-    routes = _decode_routes(choice.routed_experts) if choice.routed_experts is not None else None
+    routes = _read_routes(choice.routed_experts) if choice.routed_experts is not None else None
     return LabelledAnswer(token_ids_N, logprobs_N, choice.finish_reason, starts, routes)
 
 
-def _decode_routes(text: str) -> np.ndarray:
-    """Decodes vLLM's base64 of a .npy file. Raises `InfrastructureError` for anything else."""
+def _read_routes(file: str | memoryview) -> np.ndarray:
+    """Reads a .npy file, or vLLM's base64 of one. Raises `InfrastructureError` for anything else."""
     try:
-        routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        data = base64.b64decode(file, validate=True) if isinstance(file, str) else file
+        routes = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InfrastructureError(f"the engine's routed experts are unreadable: {error}") from error
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
@@ -229,22 +228,21 @@ PACKED_TYPE = "application/x-telescope-generation"
 class _PackedRest(msgspec.Struct):
     finish_reason: str
     label_starts: list[tuple[str, int]] | None
-    routes_dtype: str | None = None
-    routes_shape: tuple[int, int, int] | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Packs a response as a frame (`utils.frames`). The blob is N int32 ids, N float32 logprobs, and routes."""
-    rest = _PackedRest(answer.finish_reason, answer.label_starts)
-    ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
-    blob = ids_N.tobytes() + logprobs_N.tobytes()
-    if (routes := answer.routes_MXK) is not None:
-        rest.routes_dtype, rest.routes_shape = routes.dtype.newbyteorder("<").str, tuple(routes.shape)
-        blob += routes.astype(rest.routes_dtype, copy=False).tobytes()
-    return pack_frame(msgspec.json.encode(rest), blob)
+    """Packs a response as a frame. The blob is N int32 ids, N float32 logprobs, and any routes as a .npy file."""
+    rest = _PackedRest(answer.finish_reason, answer.label_starts, len(answer.token_ids_N))
+    blob = io.BytesIO()
+    blob.write(answer.token_ids_N.astype("<i4", copy=False).tobytes())
+    blob.write(answer.logprobs_N.astype("<f4", copy=False).tobytes())
+    if answer.routes_MXK is not None:
+        np.save(blob, answer.routes_MXK)
+    return pack_frame(msgspec.json.encode(rest), blob.getvalue())
 
 
 def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
@@ -252,39 +250,15 @@ def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
     try:
         header, blob = split_frame(data)
         rest = _packed_decoder.decode(header)
-        routes = None
-        if rest.routes_dtype is not None and rest.routes_shape is not None:
-            dtype = np.dtype(rest.routes_dtype)
-            count = math.prod(rest.routes_shape)
-            if dtype not in ROUTE_DTYPES or min(rest.routes_shape) < 0 or len(blob) < count * dtype.itemsize:
-                raise ValueError(f"routes {rest.routes_shape} of {dtype}")
-            start = len(blob) - count * dtype.itemsize
-            routes = np.frombuffer(blob, dtype, count, start).reshape(rest.routes_shape).astype(dtype.type)
-            blob = blob[:start]
-        num_tokens, remainder = divmod(len(blob), 8)
-        if remainder:
-            raise ValueError(f"{len(blob)} bytes of ids and logprobs")
+        num_tokens, routes_at = rest.num_tokens, 8 * rest.num_tokens
         ids_N = np.frombuffer(blob, "<i4", num_tokens).astype(np.int32)
         logprobs_N = np.frombuffer(blob, "<f4", num_tokens, 4 * num_tokens).astype(np.float32)
-    except (ValueError, TypeError, msgspec.DecodeError) as error:
+    except (ValueError, msgspec.DecodeError) as error:
         raise InfrastructureError(f"the server's answer is not a binary response: {error}") from error
     if np.isnan(logprobs_N).any():
         raise InfrastructureError("the server's answer has NaN logprobs: its weights or its cache are corrupt")
+    routes = _read_routes(blob[routes_at:]) if len(blob) > routes_at else None
     return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts, routes)
-
-
-def format_spans_header(starts: list[tuple[str, int]]) -> str:
-    """Formats (label, first token) pairs as a header value. Labels are version numbers or `default`."""
-    return ",".join(f"{label}:{start}" for label, start in starts)
-
-
-def parse_spans_header(value: str) -> list[tuple[str, int]]:
-    """Inverse of `format_spans_header`. Raises `InfrastructureError` for other text."""
-    try:
-        pairs = [part.rsplit(":", 1) for part in value.split(",") if part]
-        return [(label, int(start)) for label, start in pairs]
-    except ValueError as error:
-        raise InfrastructureError(f"unreadable {VERSION_SPANS_HEADER} header {value!r}") from error
 
 
 def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:

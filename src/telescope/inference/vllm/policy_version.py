@@ -135,7 +135,7 @@ class PolicyVersionMiddleware:
 
         async def send_with_spans(message: Message) -> None:
             if message["type"] == "http.response.start":
-                value = wire.format_spans_header(self._spans[engine_id]).encode()
+                value = msgspec.json.encode(self._spans[engine_id])
                 message["headers"] = [*message.get("headers", ()), (wire.VERSION_SPANS_HEADER.encode(), value)]
             await send(message)
 
