@@ -13,7 +13,7 @@ pass through unchanged. If the application has no engine (a fake of vLLM), the a
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,48 +86,39 @@ class BinaryResponseMiddleware:
         serving = getattr(getattr(scope.get("app"), "state", None), "serving_tokens", None)
         if serving is not None and not isinstance(serving.engine_client, EngineWithArrays):
             serving.engine_client = EngineWithArrays(serving.engine_client)
-        arrays = Arrays()
+        arrays, parts = Arrays(), []
+        start: Message | None = None
+
+        async def send_packed(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await _send_packed(send, start, b"".join(parts), arrays)
+
         token = _wanted.set(arrays)
         try:
-            await self._app(scope, receive, _Packer(send, arrays).send)
+            await self._app(scope, receive, send_packed)
         finally:
             _wanted.reset(token)
 
 
-class _Packer:
-    """Collects a response until it is complete and sends it as arrays."""
-
-    def __init__(self, send: Send, arrays: Arrays) -> None:
-        self._send = send
-        self._arrays = arrays
-        self._start: Message | None = None
-        self._parts: list[bytes] = []
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 200:
-            self._start = message
-            return
-        if message["type"] != "http.response.body" or self._start is None:
-            await self._send(message)
-            return
-        self._parts.append(message.get("body", b""))
-        if message.get("more_body", False):
-            return
-        start, self._start = self._start, None
-        body = b"".join(self._parts)
-        headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}
-        spans = headers.get(SPANS_HEADER)
-        try:
-            answer = wire.read_generate(body, spans_header=spans.decode() if spans else None)
-        except InfrastructureError:
-            pass  # the driver reads and reports it
-        else:
-            ids_N, logprobs_N = self._arrays.token_ids_N, self._arrays.logprobs_N
-            if ids_N is not None and logprobs_N is not None:
-                routes = self._arrays.routes_MXK
-                answer = replace(answer, token_ids_N=ids_N, logprobs_N=logprobs_N, routes_MXK=routes)
-            body = wire.pack_answer(answer)
-            headers[b"content-type"] = wire.PACKED_TYPE.encode()
-            headers[b"content-length"] = str(len(body)).encode()
-        await self._send({**start, "headers": list(headers.items())})
-        await self._send({"type": "http.response.body", "body": body})
+async def _send_packed(send: Send, start: Message, body: bytes, arrays: Arrays) -> None:
+    headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}
+    spans = headers.get(SPANS_HEADER)
+    try:
+        answer = wire.read_generate(body, spans_header=spans.decode() if spans else None)
+    except InfrastructureError:
+        pass  # the driver reads and reports it
+    else:
+        if arrays.token_ids_N is not None and arrays.logprobs_N is not None:
+            answer = replace(answer, **asdict(arrays))
+        body = wire.pack_answer(answer)
+        headers[b"content-type"] = wire.PACKED_TYPE.encode()
+        headers[b"content-length"] = str(len(body)).encode()
+    await send({**start, "headers": list(headers.items())})
+    await send({"type": "http.response.body", "body": body})
