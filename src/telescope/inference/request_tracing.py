@@ -78,35 +78,29 @@ def receive_traces(config: TelescopeConfig, host: str, write: Callable[[Row], No
         receiver.stop()
 
 
-class TraceReceiver:
+class TraceReceiver(ThreadingHTTPServer):
     """Listens on `host`:`port` until `stop`, and passes rows of the table `spans` to `write`.
 
     If the port is in use it listens on a free one, since two runs may share a machine.
     """
 
+    daemon_threads = True
+
     def __init__(self, host: str, port: int, secret: str, write: Callable[[Row], None]) -> None:
         self._write = write
-        self._expected = f"Bearer {secret}".encode()
-        self._secret = secret
         self._has_warned = False
         try:
-            self._server = ThreadingHTTPServer((host, port), self._handler())
+            super().__init__((host, port), _Handler)
         except OSError as error:
             logger.info("otlp_receiver_port %d is in use (%s); using a free port for traces", port, error.strerror)
-            self._server = ThreadingHTTPServer((host, 0), self._handler())
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="telescope-traces", daemon=True).start()
-
-    @property
-    def target(self) -> TraceTarget:
-        """Returns the destination for the servers' traces."""
-        host, port = self._server.server_address[:2]
-        return TraceTarget(f"http://{host!s}:{port}{ROUTE}", self._secret)
+            super().__init__((host, 0), _Handler)
+        self.target = TraceTarget(f"http://{host}:{self.server_address[1]}{ROUTE}", secret)
+        threading.Thread(target=self.serve_forever, name="telescope-traces", daemon=True).start()
 
     def stop(self) -> None:
         """Stops listening. Traces that servers have not sent are lost."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
     def receive(self, body: bytes) -> None:
         """Writes the spans of one message. Logs a warning for an unreadable message."""
@@ -118,38 +112,32 @@ class TraceReceiver:
                 self._has_warned = True
                 logger.warning("Request traces cannot be read (%r). Further failures are not logged.", error)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        receiver = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            timeout = 60
+class _Handler(BaseHTTPRequestHandler):
+    server: TraceReceiver
+    protocol_version = "HTTP/1.1"
+    timeout = 60
 
-            def do_POST(self) -> None:
-                given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-                length = self.headers.get("Content-Length", "")
-                if not hmac.compare_digest(given, receiver._expected):
-                    self._answer(401)
-                elif self.path != ROUTE:
-                    self._answer(404)
-                elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
-                    self._answer(413)
-                else:
-                    receiver.receive(self.rfile.read(int(length)))
-                    self._answer(200)
+    def do_POST(self) -> None:
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        length = self.headers.get("Content-Length", "")
+        status = 200
+        if not hmac.compare_digest(given, f"Bearer {self.server.target.secret}".encode()):
+            status = 401
+        elif self.path != ROUTE:
+            status = 404
+        elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            status = 413
+        else:
+            self.server.receive(self.rfile.read(int(length)))
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        if status != 200:  # its body was not read
+            self.send_header("Connection", "close")
+        self.end_headers()
 
-            def _answer(self, status: int) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", "0")
-                if status != 200:  # its body was not read
-                    self.send_header("Connection", "close")
-                    self.close_connection = True
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing."""
-
-        return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing."""
 
 
 def read_traces(body: bytes) -> Iterator[Row]:
