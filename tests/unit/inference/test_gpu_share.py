@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from telescope.config import TelescopeConfig
 from telescope.config.memory import CUDA_CONTEXT_BYTES, ENGINE_WORKSPACE_BYTES, GIB, EngineMemory, trainer_share
-from telescope.inference.vllm.launch import kv_cache_of_a_restart, measured_kv_cache, memory_arguments
+from telescope.inference.vllm.launch import kv_cache_of_a_restart, memory_arguments
 
 LOG = [
     "(EngineCore pid=7) INFO 11-21 10:00:01 [gpu_worker.py:759] Available KV cache memory: 23.46 GiB",
@@ -59,16 +59,16 @@ def test_only_a_restart_gets_the_cache_size():
 
 @pytest.mark.parametrize("version_before", [[], ["Available KV cache memory: 9.00 GiB"]])
 def test_the_cache_size_is_the_logs_last_rounded_down(version_before: list[str]):
-    size = measured_kv_cache([*version_before, *LOG])
+    size = kv_cache_of_a_restart([*version_before, *LOG], None)
+    assert size is not None
     assert 23.45 * GIB < size <= 23.455 * GIB + 1
-    assert measured_kv_cache(["nothing", "of this"]) is None
-    assert measured_kv_cache(["Available KV cache memory: 0.00 GiB"]) is None
+    assert kv_cache_of_a_restart(["Available KV cache memory: 0.00 GiB"], None) is None
 
 
 def test_a_log_without_the_size_falls_back_to_the_estimate():
     estimate = EngineMemory(1, 0, 5 * GIB, 1, 1, 1, 1)
     assert kv_cache_of_a_restart(["no such line"], estimate) == 5 * GIB
-    assert kv_cache_of_a_restart(LOG, estimate) == measured_kv_cache(LOG)
+    assert kv_cache_of_a_restart(LOG, estimate) == kv_cache_of_a_restart(LOG, None)
     assert kv_cache_of_a_restart(["no such line"], None) is None
 
 

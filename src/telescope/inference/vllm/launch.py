@@ -73,9 +73,7 @@ prompt is prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GF
 
 def runs_on_cpu(config: TelescopeConfig) -> bool:
     """Returns whether the engine computes on the CPU. `device` decides, or else the installed build of vLLM."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return support.is_cpu_build()
+    return support.is_cpu_build() if config.device == "auto" else config.device == "cpu"
 
 
 def hang_timeout(config: TelescopeConfig, *, on_cpu: bool | None = None) -> float:
@@ -345,15 +343,9 @@ def memory_arguments(
     return arguments
 
 
-def measured_kv_cache(log: Iterable[str]) -> int | None:
-    """Returns the KV cache size in bytes from vLLM's log, or None."""
-    found = [match for line in log if (match := KV_CACHE_LINE.search(line))]
-    if not found:
-        return None
-    size = int(float(found[-1][1]) * GIB) - ROUNDING_BYTES
-    return size if size > 0 else None
-
-
 def kv_cache_of_a_restart(log: Iterable[str], estimate: EngineMemory | None) -> int | None:
-    """Returns the measured KV cache size, else the estimated one, else None: vLLM then measures again."""
-    return measured_kv_cache(log) or (estimate.kv_cache if estimate is not None else None) or None
+    """Returns the KV cache size in bytes from vLLM's log, else the estimated one, else None: vLLM then measures."""
+    found = [float(match[1]) for line in log if (match := KV_CACHE_LINE.search(line))]
+    measured = int(found[-1] * GIB) - ROUNDING_BYTES if found else 0
+    estimated = 0 if estimate is None else estimate.kv_cache
+    return measured if measured > 0 else estimated or None
