@@ -8,6 +8,7 @@ it can sample and to `METRICS_ROUTE` with Prometheus text, only for requests wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,8 @@ class RequestId:
 
 def parse_request_id(text: str) -> RequestId | None:
     """Parses `str(RequestId(...))`. Returns None for an id of another form, such as a probe's."""
-    name, _, slot = text.rpartition("@")
-    parts = name.rsplit(".", 2)
-    if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], slot)):
-        return None
-    return RequestId(parts[0], int(parts[1]), int(parts[2]), int(slot))
+    found = re.fullmatch(r"(.*)\.(\d+)\.(\d+)@(\d+)", text, re.DOTALL)
+    return RequestId(found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
 
 
 @dataclass(slots=True)
