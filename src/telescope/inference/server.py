@@ -14,7 +14,7 @@ import http.client
 import socket
 import threading
 import time
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
@@ -73,7 +73,6 @@ class SupervisionLimits:
     longest_backoff: float = 30.0
 
 
-@dataclass(eq=False, repr=False)
 class InferenceServer:
     """Supervises the engine process at `address`.
 
@@ -82,22 +81,16 @@ class InferenceServer:
     (tests).
     """
 
-    config: TelescopeConfig
-    address: Address
-    model: str
-    run_dir: InitVar[Path | str]
-    _: KW_ONLY
-    limits: InitVar[SupervisionLimits | None] = None
-    node_address: str | None = None
-    backend: InitVar[type[EngineBackend] | None] = None
-
-    def __post_init__(
-        self, run_dir: Path | str, limits: SupervisionLimits | None, backend: type[EngineBackend] | None
-    ) -> None:
-        self.log_path = Path(run_dir) / "logs" / f"inference-{self.address.index}.log"
+    def __init__(
+        self, config: TelescopeConfig, address: Address, model: str, run_dir: Path | str, *,
+        limits: SupervisionLimits | None = None, node_address: str | None = None,
+        backend: type[EngineBackend] | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.address, self.model, self.node_address = config, address, model, node_address
+        self.log_path = Path(run_dir) / "logs" / f"inference-{address.index}.log"
         self._directory = Path(run_dir) / "inference"
-        self._limits = limits or SupervisionLimits(start_timeout=self.config.inference_start_timeout_seconds)
-        self._backend = backend or backend_of(self.config)
+        self._limits = limits or SupervisionLimits(start_timeout=config.inference_start_timeout_seconds)
+        self._backend = backend or backend_of(config)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
@@ -126,11 +119,9 @@ class InferenceServer:
         if self._state != "new":
             raise RuntimeError(f"inference server {self.address.index} was started before (state {self._state})")
         self._hold = hold_port(
-            self.address.host,
-            self.address.port,
-            server=self.address.index,
+            self.address.host, self.address.port, server=self.address.index,
             num_servers=self.config.num_inference_servers,
-        )
+        )  # fmt: skip
         self._state = "starting"
         try:
             self._start_process(restarted=False)
