@@ -48,9 +48,13 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
-        answer, self.finish_reason = "", None
+        messages: Any = [*system, *self.messages, question]
+        settings, answer, self.finish_reason = self.settings, "", None
         try:
-            with self._request([*system, *self.messages, question]) as stream:
+            with self.client.chat.completions.create(
+                model=self.model, messages=messages, temperature=settings.temperature, top_p=settings.top_p,
+                max_completion_tokens=settings.max_tokens or openai.omit, stream=True, extra_body=settings.stops,
+            ) as stream:  # fmt: skip
                 try:
                     for chunk in stream:
                         piece = self._piece(chunk)
@@ -68,20 +72,6 @@ class Conversation:
     def reset(self) -> None:
         """Begins a new conversation. Keeps `system`."""
         self.messages.clear()
-
-    def _request(self, messages: list[dict[str, str]]) -> openai.Stream[ChatCompletionChunk]:
-        settings = self.settings
-        stream = self.client.chat.completions.create(
-            model=self.model,
-            messages=messages,  # type: ignore[arg-type]
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_completion_tokens=settings.max_tokens or openai.omit,
-            stream=True,
-            extra_body=settings.stops,
-        )
-        assert isinstance(stream, openai.Stream)
-        return stream
 
     def _piece(self, chunk: ChatCompletionChunk) -> str:
         """Returns the text of one event. A reasoning parser puts the thinking into a separate field."""
