@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
@@ -136,14 +136,6 @@ class RequestSlotPool:
         self._server_of_group.pop(group, None)
 
     @property
-    def has_free_slot(self) -> bool:
-        """Returns whether a new group would get a slot at once.
-
-        Samples may be waiting all the same, if their groups are bound to a full server and cannot use the free slot.
-        """
-        return any(server.up and server.num_free for server in self.servers)
-
-    @property
     def num_free(self) -> int:
         """Returns the number of free slots on servers that are up."""
         return sum(server.num_free for server in self.servers if server.up)
@@ -173,7 +165,7 @@ class RequestSlotPool:
             lease = self._try_lease(waiter.group)
             if lease is None:
                 skipped.append(waiter)
-                if not self.has_free_slot:
+                if not self.num_free:
                     break
                 continue
             self._assigned_at = asyncio.get_running_loop().time()
@@ -205,22 +197,18 @@ class GroupSlotPool(RequestSlotPool):
 
     def __init__(self, capacities: list[int]) -> None:
         super().__init__(capacities)
-        self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
+        self._leases: dict[int, Lease] = {}
+        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By group, held while one of its samples acquires the slot for all."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
         """Returns the group's slot, or acquires one on a server."""
-        future = self._lease_of_group.get(group)
-        if future is not None and future.done():
-            lost = future.cancelled() or future.exception() is not None
-            if lost or not self.servers[future.result().server].up:
-                self._give_back(group)
-                future = None
-        if future is None:
-            future = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
-            self._lease_of_group[group] = future
-        # Shielded: the samples of a group share the wait, so cancelling one must not end it for the others.
-        lease = await asyncio.shield(future)
-        return Lease(lease.server, lease.slot)
+        async with self._locks[group]:
+            if group in self._leases and not self.is_up(self._leases[group]):
+                super().release(self._leases.pop(group))
+            if group not in self._leases:
+                self._leases[group] = await super().acquire(group, turn=turn, timeout=timeout)
+            return replace(self._leases[group])
 
     def release(self, lease: Lease) -> None:
         """Ends a sample's use of the slot. The group keeps the slot until `forget_group`."""
@@ -228,18 +216,11 @@ class GroupSlotPool(RequestSlotPool):
         lease.released = True
 
     def forget_group(self, group: int) -> None:
-        """Releases the slot of a finished group."""
-        self._give_back(group)
+        """Releases the slot of a group whose samples have ended."""
+        self._locks.pop(group, None)
+        if (lease := self._leases.pop(group, None)) is not None:
+            super().release(lease)
         super().forget_group(group)
-
-    def _give_back(self, group: int) -> None:
-        future = self._lease_of_group.pop(group, None)
-        if future is None:
-            return
-        if future.done() and not future.cancelled() and future.exception() is None:
-            super().release(future.result())
-        else:
-            future.cancel()
 
 
 def share_slots(capacities: list[int], num_workers: int, group_size: int) -> list[list[int]]:
