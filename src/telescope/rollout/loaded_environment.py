@@ -30,7 +30,6 @@ from telescope.environments.base import (
     wrapped_environment,
 )
 from telescope.environments.golds import report_golds
-from telescope.environments.parsers import opening_tag
 from telescope.environments.records import assistant_message
 from telescope.environments.serialization import as_json, sample_uid, serialize_messages
 from telescope.environments.types import (
@@ -92,8 +91,6 @@ class LoadedEnvironment:
         """Whether one process runs all of it, because its resources exist once per host."""
         self._is_prepared = not self._has_resources
         self._preparing: asyncio.Future[Any] | None = None
-        self._opened: dict[int, str] = {}
-        """The tag that opens reasoning at the end of an item's prompt, or `""`, for single-turn environments."""
 
     @contextlib.contextmanager
     def _loading(self, stage: str, doing: str) -> Iterator[None]:
@@ -172,19 +169,14 @@ class LoadedEnvironment:
                     except UserError as error:  # another machine may have the resources
                         raise UnreachableError(f"The environment {spec.name!r}: {error}") from error
         if self.renderer is not None:
-            try:
-                self.prepare(0)
-            except UserError:
-                raise
-            except jinja2.TemplateError as error:
-                raise UserError(
-                    f"The chat template refuses the first prompt of environment {spec.name!r}: {error}. Set "
-                    "chat_template, or change what it sends (system_prompt, messages of the dataset)."
-                ) from error
-            except BaseException as error:
-                raise UserError(
-                    f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"
-                ) from error
+            with self._loading("dataset", "rendering the first prompt of"):
+                try:
+                    self.prepare(0)
+                except jinja2.TemplateError as error:
+                    raise UserError(
+                        f"The chat template refuses the first prompt of environment {spec.name!r}: {error}. Set "
+                        "chat_template, or change what it sends (system_prompt, messages of the dataset)."
+                    ) from error
             if checks_template:
                 self._check_template(self.renderer)
             if environment.is_multi_turn:
@@ -281,18 +273,12 @@ class LoadedEnvironment:
                 text = with_thinking_prefix(text)
             ids = self.renderer.encode(text, from_template=True)
         else:
-            text = self._prompt_text(index)
+            text = self.renderer.prompt_text(environment, sample.prompt)
             ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
             messages = [{"role": "prompt", "content": without_breaks(text)}]
             if self._renders_messages:
                 messages = self.first_messages(sample)
         return PreparedPrompt(ids, without_breaks(text), messages, sample_uid(sample))
-
-    def _prompt_text(self, index: int) -> str:
-        assert self.renderer is not None
-        text = self.renderer.prompt_text(self.environment, self.environment.get_sample(index).prompt)
-        self._opened[index] = opening_tag(text)
-        return text
 
     @property
     def _renders_messages(self) -> bool:
@@ -306,9 +292,3 @@ class LoadedEnvironment:
         assert self.renderer is not None
         prompt = multi_turn_environment(self.environment).get_initial_prompt(sample, self.renderer.tokenizer)
         return serialize_messages(prompt, "get_initial_prompt")
-
-    def opened(self, index: int) -> str:
-        """Returns the tag that opens reasoning at the end of a single-turn item's prompt, or an empty text."""
-        if index not in self._opened:  # another process rendered the prompt
-            self._prompt_text(index)
-        return self._opened[index]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from telescope.environments.base import ChatMessage, RolloutState, TrajectoryStep, multi_turn_environment
 from telescope.environments.local_rollout import take_turn
-from telescope.environments.parsers import UnfinishedReasoning, answer_text
+from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
 from telescope.environments.records import assistant_message
 from telescope.environments.serialization import MalformedResultError, serialize_score, serialize_tool_records
 from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advance, RewardRecord
@@ -29,6 +29,9 @@ from telescope.rollout.sample import Rollout
 from telescope.rollout.user_thread import UserThread
 
 logger = logging.getLogger(__name__)
+
+TAG_TOKENS = 64
+"""Tokens at the end of a prompt that contain any tag that opens reasoning."""
 
 
 class Conversation(Protocol):
@@ -120,12 +123,13 @@ class SingleTurn:
         assert renderer is not None
         cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
         text = renderer.decode(generation.token_ids_N.tolist(), cut_end_token=cut)
-        item = self._rollout.task.item_index
-        opened = self._loaded.opened(item)
+        end_of_prompt = self._rollout.task.prompt_token_ids[-TAG_TOKENS:]
+        opened = opening_tag(renderer.decode(end_of_prompt, cut_end_token=False))
         completion = answer_text(text, opened)
         if isinstance(completion, UnfinishedReasoning):
             completion = UnfinishedReasoning(opened + text)  # the environment's code can tell that it is reasoning
-        scored = getattr(environment, method)(completion, environment.get_sample(item), eos_token=environment.eos_token)
+        sample = environment.get_sample(self._rollout.task.item_index)
+        scored = getattr(environment, method)(completion, sample, eos_token=environment.eos_token)
         score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
         return Advance([], text, RewardRecord(**score))
 
