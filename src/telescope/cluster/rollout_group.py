@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -172,11 +173,7 @@ def memory_allowance() -> int:
 
 def _limit_memory(num_bytes: int) -> None:
     """Lets this process allocate `num_bytes` more of data. Further allocations fail."""
-    used = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        if line.startswith("VmData:")
-    )
+    used = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
