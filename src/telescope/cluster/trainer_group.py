@@ -105,17 +105,6 @@ class TrainerGroup:
             for rank in range(self.world_size)
         ]
 
-    async def _start_again(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank)
-        self._num_restarts += 1
-        self.num_replacements += 1
-        self._loss = None
-        self._has_loss.clear()
-        self._start()
-        what = "starting the ranks again, within ray_placement_timeout_s"
-        await self._all(what, self.config.ray_placement_timeout_s, "dump_stacks")
-
     @property
     def _nodes(self) -> list[str]:
         return [self._node_names.get(node, node) for node in self._placement.rank_nodes]
@@ -131,10 +120,21 @@ class TrainerGroup:
 
         The caller has locked `queue`. Raises DeadlineExceeded when a node is lost and there is no other place.
         """
-        try:
-            await self._start_again()
-        except RankLost:  # a rank was placed on a lost node before Ray noticed the loss
-            await self._start_again()
+        what = "starting the ranks again, within ray_placement_timeout_s"
+        for is_last in (False, True):
+            for rank in self._ranks:
+                ray.kill(rank)
+            self._num_restarts += 1
+            self.num_replacements += 1
+            self._loss = None
+            self._has_loss.clear()
+            self._start()
+            try:
+                await self._all(what, self.config.ray_placement_timeout_s, "dump_stacks")
+                break
+            except RankLost:  # a rank was placed on a lost node before Ray noticed the loss
+                if is_last:
+                    raise
         self._placement.find_ranks()
 
     async def setup(self) -> list[Any]:
