@@ -34,36 +34,34 @@ LOGPROB_ARRAYS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")
 
 
 class _Buffered:
-    """Buffered outputs of one request, merged into the first of them."""
+    """Buffered outputs of one request."""
 
-    __slots__ = ("client", "logprobs", "output", "routes")
+    __slots__ = ("client", "num_tokens", "outputs")
 
-    def __init__(self, client: int, output: Any) -> None:
+    def __init__(self, client: int) -> None:
         self.client = client
-        self.output = output
-        output.new_token_ids = list(output.new_token_ids)
-        self.logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
-        routes = getattr(output, "routed_experts", None)
-        self.routes = [] if routes is None else [routes]
+        self.outputs: list[Any] = []
+        self.num_tokens = 0
 
     def add(self, output: Any) -> _Buffered:
-        self.output.new_token_ids.extend(output.new_token_ids)
-        if output.new_logprobs is not None:
-            self.logprobs.append(output.new_logprobs)
-        if (routes := getattr(output, "routed_experts", None)) is not None:
-            self.routes.append(routes)
+        self.outputs.append(output)
+        self.num_tokens += len(output.new_token_ids)
         return self
 
-    def move_into(self, output: Any) -> Any:
-        """Moves all buffered tokens into `output` and returns it."""
-        output.new_token_ids = self.output.new_token_ids
-        output.new_logprobs = parts[0] if (parts := self.logprobs) else None
+    def merged(self) -> Any:
+        """Returns the newest output with the tokens of all."""
+        newest, outputs = self.outputs[-1], self.outputs
+        parts = [part.new_logprobs for part in outputs if part.new_logprobs is not None]
+        routes = [part for output in outputs if (part := getattr(output, "routed_experts", None)) is not None]
+        newest.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
         if len(parts) > 1:
             arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in LOGPROB_ARRAYS}
-            output.new_logprobs = parts[0]._replace(**arrays)
-        if self.routes:
-            output.routed_experts = self.routes[0] if len(self.routes) == 1 else np.concatenate(self.routes)
-        return output
+            newest.new_logprobs = parts[0]._replace(**arrays)
+        elif parts:
+            newest.new_logprobs = parts[0]
+        if routes:
+            newest.routed_experts = np.concatenate(routes)
+        return newest
 
 
 class OutputBatcher:
@@ -91,11 +89,11 @@ class OutputBatcher:
                 buffered = buffered_by_request.get(output.request_id)
                 if buffered is not None:
                     buffered.add(output)
-                    if len(buffered.output.new_token_ids) >= most or not carries_tokens_only(output):
+                    if buffered.num_tokens >= most or not carries_tokens_only(output):
                         del buffered_by_request[output.request_id]
-                        sent.append(buffered.move_into(output))
+                        sent.append(buffered.merged())
                 elif len(output.new_token_ids) < most and carries_tokens_only(output) and may_wait(output):
-                    buffered_by_request[output.request_id] = _Buffered(client, output)
+                    buffered_by_request[output.request_id] = _Buffered(client).add(output)
                 else:
                     sent.append(output)
             message.outputs = sent
@@ -104,7 +102,7 @@ class OutputBatcher:
         """Adds buffered outputs to a step's messages, before the step's own."""
         for message in messages.values():
             message.outputs = [
-                self._buffered.pop(output.request_id).add(output).move_into(output)
+                self._buffered.pop(output.request_id).add(output).merged()
                 if output.request_id in self._buffered
                 else output
                 for output in message.outputs
@@ -112,7 +110,7 @@ class OutputBatcher:
         for buffered in self._buffered.values():
             if buffered.client not in messages:
                 messages[buffered.client] = new_message()
-            messages[buffered.client].outputs.append(buffered.move_into(buffered.output))
+            messages[buffered.client].outputs.append(buffered.merged())
         self._buffered.clear()
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
