@@ -47,10 +47,6 @@ SALTED_ROUTES = frozenset(
 
 ABORT_ROUTES = (wire.ABORT_ROUTE, "/inference/v1/abort_requests")
 
-NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
-"""`1` in the server's environment: note token counts even where vLLM reports spans (a test compares the two)."""
-
-
 REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
 """`1` in the environment of a restarted server: it must not sample before a weight update."""
 
@@ -70,9 +66,7 @@ class PolicyVersionMiddleware:
         self._app = app
         if note_spans is None:
             version = installed_version()
-            note_spans = os.environ.get(NOTE_SPANS_VARIABLE) == "1" or (
-                version is not None and not reports_version_spans(parse_version(version))
-            )
+            note_spans = version is not None and not reports_version_spans(parse_version(version))
         self._note_spans = note_spans
         self._stale = os.environ.get(REQUIRE_UPDATE_VARIABLE) == "1"
         self._updates = 0
