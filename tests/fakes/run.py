@@ -135,7 +135,7 @@ class FakeRun:
             async with asyncio.timeout(timeout):
                 await supervisor.run_until(self.orchestrator.run(supervisor))
         except TimeoutError:
-            state = (self.status.components, self.slots.describe(), self.orchestrator.version, self.orchestrator.ledger)
+            state = (self.status.components, self.slots.used, self.orchestrator.version, self.orchestrator.ledger)
             raise AssertionError(f"the run did not end within {timeout:g} s: {state}") from None
 
 

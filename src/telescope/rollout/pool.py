@@ -50,8 +50,7 @@ class RunningGroup:
     task: GroupTask
     on_sample: OnSample
     samples: dict[int, RunningSample]
-    on_cancel: Callable[[], None]
-    """Ends its samples while it waits for a worker."""
+    pool: RolloutPool
     worker: _Worker | None = None
     is_cancelled: bool = False
     num_lost: int = 0
@@ -64,7 +63,7 @@ class RunningGroup:
             self.worker.orders.cancelled.append(self.task.key)
             self.worker.has_orders.set()
         else:
-            self.on_cancel()
+            self.pool._end(self, WorkerLost("cancelled"))  # it waits for a worker
 
 
 @dataclass(eq=False)
@@ -166,10 +165,7 @@ class RolloutPool:
         """Starts the samples of one prompt. `on_sample` gets each with its index, or an error that ends the run."""
         tasks = dict(enumerate(samples))
         task = GroupTask(next(self._keys), tasks, settings, lane)
-        group = RunningGroup(
-            task, on_sample, {index: RunningSample() for index in tasks},
-            on_cancel=lambda: self._end(group, WorkerLost("cancelled")),
-        )  # fmt: skip
+        group = RunningGroup(task, on_sample, {index: RunningSample() for index in tasks}, self)
         self._groups[task.key] = group
         self._assign(group)
         self._serve_all()
@@ -457,14 +453,6 @@ class Lane:
         """Returns the share of running servers without a request, from 0 to 1."""
         used = [number for number, up in zip(self.used, self.up, strict=True) if up]
         return used.count(0) / len(used) if used else 0.0
-
-    def describe(self) -> str:
-        """Returns the state of each server, for error messages."""
-        states = zip(self.up, self.used, self.capacities, strict=True)
-        return ", ".join(
-            f"server {i}: {'up' if up else 'down'}, {used}/{capacity} slots used"
-            for i, (up, used, capacity) in enumerate(states)
-        )
 
 
 def _lost_sample(group: RunningGroup, index: int, error: Exception) -> Trajectory:

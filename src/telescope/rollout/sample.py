@@ -306,7 +306,7 @@ class Rollout:
         prompt_token_ids: list[int],
         num_free_tokens: int,
         routes_start: int,
-        stop: Sequence[str] = (),
+        stop: Sequence[str],
     ) -> tuple[Lease, Generation]:
         """Samples one turn. Retries in a new slot after infrastructure failures. Does not release the returned slot."""
         task, trajectory, settings = self.task, self.trajectory, self.settings
@@ -352,8 +352,7 @@ class Rollout:
                 self._on_engine_failure(lease.server, error)
                 self._slots.release(lease)
                 trajectory.failed_requests.append(num_seen)
-                trajectory.num_infrastructure_retries += 1
-                if trajectory.cancelled or trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
+                if not self.may_retry() or trajectory.cancelled:
                     raise
             except BaseException:
                 self._slots.release(lease)

@@ -139,12 +139,14 @@ def main(descriptor: int) -> None:
     def report(**message: Any) -> None:
         driver.send_bytes(json.dumps(message).encode())
 
-    def on_stage(stage: str, doing: str) -> None:
-        report(stage=stage, doing=doing)
-
     try:
         specs = [EnvironmentSpec(**fields) for fields in request["specs"]]
-        loaded = [LoadedEnvironment(spec, None, request["paths"], on_stage=on_stage) for spec in specs]
+        loaded = [
+            LoadedEnvironment(
+                spec, None, request["paths"], on_stage=lambda stage, doing: report(stage=stage, doing=doing)
+            )
+            for spec in specs
+        ]
         infos = [each.describe(checks_golds=True, checks_template=False) for each in loaded]
     except UserError as error:
         report(failed=str(error), reachable=not isinstance(error, UnreachableError))

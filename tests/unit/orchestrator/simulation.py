@@ -367,7 +367,7 @@ class Simulation:
         assert len(trained_groups) == ledger.num_opened - len(ledger.open)
         if config.max_off_policy_steps >= 0:
             assert max(age for step in self.trainer.ages for age in step) <= config.max_off_policy_steps
-        assert self.slots.num_used == 0, self.slots.describe()
+        assert self.slots.num_used == 0, self.slots.used
         assert self.slots.num_waiting == 0
         for server in self.servers:
             assert not server.engine.requests, "the engine has no requests left"
