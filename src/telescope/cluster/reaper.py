@@ -134,13 +134,13 @@ class _ProcessTree:
         """Adds new processes and files, and forgets processes that have exited."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._scanned &= present
-        self.members = {pid: start for pid, start in self.members.items() if _state(pid)[2] == start}
+        self.members = {pid: start for pid, start in self.members.items() if _parent_and_start(pid)[1] == start}
         candidates = sorted(present - self._scanned)
         found = True
         while found:  # a child may have a lower id than its parent
             found = False
             for pid in candidates:
-                _, parent, start = _state(pid)
+                parent, start = _parent_and_start(pid)
                 if pid not in self.members and start and (parent in self.members or self._carries_mark(pid)):
                     self.members[pid] = start
                     found = True
@@ -171,7 +171,7 @@ class _ProcessTree:
 
     def kill(self) -> None:
         for pid, start in self.members.items():
-            if _state(pid)[2] == start:
+            if _parent_and_start(pid)[1] == start:
                 with contextlib.suppress(OSError):  # it has just ended
                     os.kill(pid, signal.SIGKILL)
 
@@ -186,14 +186,14 @@ def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
         return set()
 
 
-def _state(pid: int) -> tuple[str, int, str]:
-    """Returns state, parent and start time of a process. ("", 0, "") if there is none, or only a zombie."""
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    """Returns parent and start time of a process. (0, "") if there is none, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()
     except OSError:
-        return "", 0, ""
-    return ("", 0, "") if fields[0] in "ZX" else (fields[0], int(fields[1]), fields[19])
+        return 0, ""
+    return (0, "") if fields[0] in "ZX" else (int(fields[1]), fields[19])
 
 
 def main(directory: str, started: float) -> None:
