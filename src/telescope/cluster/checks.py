@@ -4,14 +4,12 @@ Collects the results of a probe on each node, which `telescope doctor --cluster`
 nothing.
 """
 
-import contextlib
 import os
 import platform
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -123,8 +121,15 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
             "version of Telescope, and a GPU that is not in use"
         ) from error
     with_gpus = [probe for probe, count in zip(probes, gpus, strict=True) if count]
-    with _file_in(run_dir) as path:
-        sees = each("sees", path)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile(prefix=".telescope-doctor-", dir=run_dir.absolute())  # noqa: SIM115
+    except OSError as error:
+        why = f"which is not writable ({error.strerror}). Name a folder that you may write on all nodes"
+        raise UserError(f"--run-dir is {str(run_dir)!r}, {why}") from error
+    with file:
+        os.fsync(file.fileno())
+        sees = each("sees", file.name)
     return ProbeResults(
         dict(zip(names, gpus, strict=True)),
         dict(zip(names, versions, strict=True)),
@@ -132,19 +137,6 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
         tuple(name for name, found in zip(names, sees, strict=True) if not found),
         {backend: _sum(of, backend) for backend, of in (("gloo", probes), ("nccl", with_gpus)) if of},
     )
-
-
-@contextlib.contextmanager
-def _file_in(run_dir: Path) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".telescope-doctor-", dir=run_dir.absolute()))
-        except OSError as error:
-            why = f"which is not writable ({error.strerror}). Name a folder that you may write on all nodes"
-            raise UserError(f"--run-dir is {str(run_dir)!r}, {why}") from error
-        os.fsync(file.fileno())
-        yield file.name
 
 
 def _offset(probe: Any) -> float:
