@@ -8,7 +8,7 @@ which Ray knows the node. NCCL and gloo variables that the user has set are kept
 import asyncio
 import ipaddress
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import psutil
@@ -171,30 +171,13 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 
     Keeps variables that the user or the node has set.
     """
-    if interface := interface_of(address, interface_networks()):
+    if interface := interface_of(address):
         for variable in INTERFACE_VARIABLES:
             environment.setdefault(variable, interface)
 
 
-def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | None:
-    """Returns the interface that has this address, or else one whose network contains it. None if there is none."""
-    wanted = ipaddress.ip_address(address)
-    containing = None
-    for name, network in networks:
-        interface = ipaddress.ip_interface(network)
-        if interface.ip == wanted:
-            return name
-        if containing is None and interface.network.prefixlen and wanted in interface.network:
-            containing = name
-    return containing
-
-
-def interface_networks() -> list[tuple[str, str]]:
-    """Returns this machine's interfaces, such as ("lo", "127.0.0.1/8")."""
-    return [
-        # `ipaddress` cannot parse IPv6 masks in the kernel's form ("ffff:ffff::").
-        (name, f"{entry.address.partition('%')[0]}/{int(ipaddress.ip_address(entry.netmask)).bit_count()}")
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family.name in ("AF_INET", "AF_INET6") and entry.netmask
-    ]
+def interface_of(address: str) -> str | None:
+    """Returns this machine's interface with an address, None if there is none. Loopback has all of 127.0.0.0/8."""
+    wanted = LOOPBACK if ipaddress.ip_address(address).is_loopback else address
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == wanted for entry in entries)), None)

@@ -24,7 +24,7 @@ from telescope.inference.server import EngineStartError
 from telescope.trainer import worker
 
 CONFIG = TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}]})
-ADDRESSES = [("lo", "127.0.0.1/8"), ("net0", "10.0.0.4/24")]
+INTERFACES = {"127.0.0.1": "lo", "10.0.0.4": "net0"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in placement.INTERFACE_VARIABLES:
         monkeypatch.setenv(variable, "")  # so that it is put back
         monkeypatch.delenv(variable)
-    monkeypatch.setattr(placement, "interface_networks", lambda: ADDRESSES)
+    monkeypatch.setattr(placement, "interface_of", INTERFACES.get)
     monkeypatch.setattr(placement, "own_address", lambda: "10.0.0.4")
     monkeypatch.setattr(actors, "own_address", lambda: "10.0.0.4")
 
