@@ -90,18 +90,6 @@ class _Worker:
         return self.lanes[lane].num_free - self.num_ordered[lane]
 
 
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt that is being rendered."""
-
-    key: str
-    item: int
-    rendered: asyncio.Future[PreparedPrompt]
-    worker: _Worker | None = None
-    num_lost: int = 0
-    """Workers that were lost while they rendered it."""
-
-
 class RolloutPool:
     """The rollout workers of a run. Use it from one event loop. Calls to workers begin with the first prompt or group.
 
@@ -135,7 +123,8 @@ class RolloutPool:
         """Open lanes by name."""
         self._suspects: deque[RunningGroup] = deque()
         """Groups that may have crashed their workers. Only the first one runs."""
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, tuple[_Worker, asyncio.Future[PreparedPrompt | None]]] = {}
+        """The worker of each prompt that is rendered, and the result: None if the prompt must be sent again."""
         self._serving: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
@@ -207,20 +196,23 @@ class RolloutPool:
     async def prepare(self, key: str, item: int) -> PreparedPrompt:
         """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         number = next(self._keys)
-        prompt = self._prompts[number] = _Prompt(key, item, asyncio.get_running_loop().create_future())
-        self._assign_prompt(number, prompt)
-        self._serve_all()
-        try:
-            return await prompt.rendered
-        finally:
-            self._prompts.pop(number, None)
-
-    def _assign_prompt(self, number: int, prompt: _Prompt) -> None:
-        """Gives a prompt to the worker with the fewest groups, because it waits for the user code of their samples."""
-        worker = min(self.workers, key=lambda each: (not each.is_open, len(each.orders.prompts), each.num_groups))
-        prompt.worker = worker
-        worker.orders.prompts.append((number, prompt.key, prompt.item))
-        worker.has_orders.set()
+        losses: list[WorkerLost] = []
+        while len(losses) < MAX_LOST_WORKERS:
+            self._serve_all()
+            # The one with the fewest groups, because a prompt waits for the user code of their samples.
+            worker = min(self.workers, key=lambda each: (not each.is_open, len(each.orders.prompts), each.num_groups))
+            worker.orders.prompts.append((number, key, item))
+            worker.has_orders.set()
+            self._prompts[number] = worker, asyncio.get_running_loop().create_future()
+            try:
+                if (prompt := await self._prompts[number][1]) is not None:
+                    return prompt
+            except WorkerLost as error:
+                losses.append(error)
+            finally:
+                del self._prompts[number]
+        what = f"{len(losses)} rollout workers ended while they rendered the prompt; the last one: {losses[-1]}"
+        raise EnvironmentFailure(f"environment {key!r}, item {item}: {what}")
 
     async def close(self) -> None:
         """Stops calling the workers."""
@@ -253,8 +245,8 @@ class RolloutPool:
         except Exception as error:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._failure = self._failure or failure
-            for prompt in self._prompts.values():
-                _settle(prompt.rendered, failure)
+            for _, rendered in self._prompts.values():
+                _settle(rendered, failure)
             for group in list(self._groups.values()):
                 for index in list(group.samples):
                     self._ended(group, index, failure)
@@ -265,7 +257,11 @@ class RolloutPool:
         waiting = {number for number, *_ in worker.orders.prompts}
         worker.orders, worker.is_open = Orders(), False
         worker.lanes, worker.num_ordered, worker.num_groups = {}, Counter(), 0
-        self._lose_prompts(worker, waiting, error)
+        lost = {n: rendered for n, (at, rendered) in self._prompts.items() if at is worker and not rendered.done()}
+        # It renders one prompt after the other, so only the first that was sent can be the cause.
+        cause = next((number for number in lost if number not in waiting), None)
+        for number, rendered in lost.items():
+            _settle(rendered, error if number == cause else None)
         for group in [group for group in self._groups.values() if group.worker is worker]:
             group.worker = None
             tasks = {index: group.task.samples[index] for index in group.samples}
@@ -284,22 +280,6 @@ class RolloutPool:
                     self._suspects.append(group)
                 self._assign_suspect()
         self.on_change()
-
-    def _lose_prompts(self, worker: _Worker, unsent: Collection[int], error: Exception) -> None:
-        """Gives the prompts of a lost worker to others, unless one has ended too many.
-
-        A worker renders one prompt after the other, so only the first can be the cause.
-        """
-        left = {n: each for n, each in self._prompts.items() if each.worker is worker and not each.rendered.done()}
-        for first in [prompt for number, prompt in left.items() if number not in unsent][:1]:
-            first.num_lost += 1
-        for number, prompt in left.items():
-            if prompt.num_lost < MAX_LOST_WORKERS:
-                self._assign_prompt(number, prompt)
-                continue
-            what = f"{prompt.num_lost} rollout workers ended while they rendered the prompt; the last one: {error}"
-            failure = EnvironmentFailure(f"environment {prompt.key!r}, item {prompt.item}: {what}")
-            _settle(prompt.rendered, failure)
 
     def _assign_suspect(self) -> None:
         """Assigns the first suspect group, if it waits."""
@@ -350,7 +330,7 @@ class RolloutPool:
                 self.lanes[lane].set_up(server, self.lanes[lane].up[server])
         for number, prompt in report.prompts:
             if number in self._prompts:  # otherwise its caller was cancelled
-                _settle(self._prompts[number].rendered, prompt)
+                _settle(self._prompts[number][1], prompt)
         assign_rows(report.trajectories, report.rows)
         for key, index, sample in report.samples:
             if key in self._groups:  # otherwise the failure of another worker has ended it
