@@ -6,7 +6,6 @@ writes. Both are tried with one tool. With any other template, the environment's
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from telescope.environments.records import ChatMessage, assistant_message
 from telescope.environments.tool_calls import parse_calls
+from telescope.utils.text import num_equal
 
 _SENTINEL = "0telescope0"
 _PARAMETERS = {"PARAMETER": {"type": "string", "description": "a text"}}
@@ -57,7 +57,7 @@ def _tried(tokenizer: Any, template: str) -> ToolTemplate | None:
     try:
         prompt = render(question)
         whole = render(question, called, prompts=False)
-        written = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071  # of texts, not of paths
+        written = whole[num_equal(prompt, whole) :]
         calls = parse_calls(written, "xml", {"NAME": _PARAMETERS})
     except Exception:  # a template is a program and may raise anything
         return None

@@ -12,7 +12,6 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFo
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
 from telescope.record.reader import Run, is_run
-from telescope.utils.text import pluralize
+from telescope.utils.text import num_equal, pluralize
 from telescope.weights.model_folder import check_base, model_folder
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed", "lora_rank", "lora_alpha", "lora_target_modules")
@@ -173,15 +172,10 @@ def _differences(place: str, before: Any, after: Any) -> Iterator[tuple[str, Any
 def _shown(before: Any, now: str, after: Any) -> tuple[str, str, str]:
     """Formats two values around `now`. Long texts begin shortly before the difference."""
     if isinstance(before, str) and isinstance(after, str):
-        start = max(0, _num_equal(before, after) - 20)
+        start = max(0, num_equal(before, after) - 20)
         before, after = (("..." if start else "") + text[start:] for text in (before, after))
     one, other = ("not set" if value is ... else show(value) for value in (before, after))
     return one, now, other
-
-
-def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
-    """Returns the length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -290,7 +284,7 @@ def _changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
         if before[name].get("digest", data["digest"]) == data["digest"]:  # earlier versions stored none
             continue
         items = [textwrap.wrap(entry["fingerprints"], FINGERPRINT_DIGITS) for entry in (before[name], data)]
-        first = _num_equal(*items)
+        first = num_equal(*items)
         position = [*digest_positions(data["items"]), data["items"]][first]
         kind = "the same items in another order" if sorted(items[0]) == sorted(items[1]) else "other items"
         yield f"{name} has {kind}, and item {position} (counted from 0) is the first that differs"

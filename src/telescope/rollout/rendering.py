@@ -48,6 +48,7 @@ from telescope.environments.user_code import call_with_declared
 from telescope.errors import UserError
 from telescope.rollout.stops import ANSWER, QUESTION, REPLY, find_stops
 from telescope.rollout.tool_results import ToolResults
+from telescope.utils.text import num_equal
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
@@ -357,7 +358,7 @@ class Dialogue:
 
     def keep_in(self, longer: Dialogue) -> None:
         """Keeps its text as the beginning of a longer one, so that a conversation of many turns has its text once."""
-        length = _num_equal(self._shown, longer._shown)
+        length = num_equal(self._shown, longer._shown)
         self._kept = longer, length, self._shown[length:]
 
     def branch(self) -> Dialogue:
@@ -440,21 +441,9 @@ class Dialogue:
         return before, found, behind.removeprefix('"')  # with_channels_as_fields: the completion is a JSON string
 
 
-def _num_equal(text: str, other: str) -> int:
-    """Returns the length of the common beginning of two texts."""
-    start, stop = 0, min(len(text), len(other))
-    while start < stop:
-        middle = (start + stop + 1) // 2
-        if text[start:middle] == other[start:middle]:
-            start = middle
-        else:
-            stop = middle - 1
-    return start
-
-
 def _same(text: str, other: str) -> bool:
     """Compares two texts, ignoring white space."""
-    start = _num_equal(text, other)
+    start = num_equal(text, other)
     # Long conversations mostly differ near their first difference, so the whole texts are rarely split.
     for stop in (start + 1_000, None):
         own, its = ("".join(each[start:stop].split()) for each in (text, other))

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -80,6 +80,18 @@ def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
 
 SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
 MISSPELLED = 0.8  # share of matching characters above which one name is a misspelling of the other
+
+
+def num_equal(one: Sequence[str], other: Sequence[str]) -> int:
+    """Returns the length of the common beginning of two texts or lists of texts."""
+    start, stop = 0, min(len(one), len(other))
+    while start < stop:
+        middle = (start + stop + 1) // 2
+        if one[start:middle] == other[start:middle]:
+            start = middle
+        else:
+            stop = middle - 1
+    return start
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
