@@ -53,7 +53,6 @@ class RolloutWorker:
         """Time of the last report, on the event loop's clock."""
         self._moved: set[tuple[int, int]] = set()
         """Running samples with a new request or turn since the last report."""
-        self._reported: dict[tuple[int, int], RunningSample] = {}
         self._is_slot_free = False
         """A request slot was released since the last report."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,7 +164,6 @@ class RolloutWorker:
         except Exception as error:  # an error of the run, which the driver raises
             ended = error
         del group.rollouts[index]
-        self._reported.pop((key, index), None)
         if not group.rollouts:
             del self._groups[key]
             if group.task.lane in self.lanes:
@@ -178,12 +176,10 @@ class RolloutWorker:
         for key, index in self._moved:
             if key in self._groups and (rollout := self._groups[key].rollouts.get(index)) is not None:
                 sample = rollout.trajectory
-                state = RunningSample(
+                news[key, index] = RunningSample(
                     sample.server_index, sample.slot, sample.started_at, rollout.oldest_version(),
                     sample.num_sampled_tokens - sum(rollout.task.lost),
                 )  # fmt: skip
-                if self._reported.get((key, index)) != state:
-                    self._reported[key, index] = news[key, index] = state
         self._moved.clear()
         return news
 
