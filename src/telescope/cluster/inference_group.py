@@ -69,7 +69,7 @@ class InferenceGroup:
         host = bind_host(config, network)
         self._nodes = [cluster.node_names[node] for node in placement.server_nodes]
         self._actors = [
-            make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
+            make_actor(InferenceActor, placement.options("inference", index, cpus)).remote(
                 config.to_json(),
                 Address(index, host, config.inference_base_port + index, secret, traces),
                 str(run_dir),

@@ -37,13 +37,13 @@ class Placement:
     """Ray's id of each server's node."""
     rank_nodes: list[str] = field(default_factory=list)
 
-    def server_options(self, index: int, cpus: float) -> dict[str, object]:
-        """Returns the options of the actor of server `index`."""
-        return _options(self.inference, index, cpus, self.gpus_per_server)
-
-    def rank_options(self, rank: int, cpus: float) -> dict[str, object]:
-        """Returns the options of the actor of trainer rank `rank`."""
-        return _options(self.trainer, rank, cpus, self.gpus_per_rank)
+    def options(self, role: Role, index: int, cpus: float) -> dict[str, object]:
+        """Returns the options of the actor of a server or of a trainer rank."""
+        is_server = role == "inference"
+        group = self.inference if is_server else self.trainer
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+        gpus = self.gpus_per_server if is_server else self.gpus_per_rank
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def find_ranks(self) -> None:
         """Updates `rank_nodes` after Ray has moved the ranks of a lost node."""
@@ -56,16 +56,6 @@ class Placement:
         remove_placement_group(self.inference)
         if self.trainer is not self.inference:
             remove_placement_group(self.trainer)
-
-
-def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> dict[str, object]:
-    return {
-        "num_cpus": cpus,
-        "num_gpus": gpus,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=bundle
-        ),
-    }
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:

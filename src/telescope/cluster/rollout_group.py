@@ -278,7 +278,7 @@ class RolloutHandle:
     def log_end(self) -> str:
         """Returns the end of the worker's log, for an error message."""
         path = RunFiles(self._group.run_dir).log(f"rollout-{self.index}")
-        tail = log_tail(path, LOG_TAIL_BYTES) if path.exists() else ""
+        tail = log_tail(path, LOG_TAIL_BYTES)
         return f"; its log ({path}) ends:\n{tail}" if tail else ""
 
 
@@ -306,10 +306,7 @@ class RolloutGroup:
         """Address and secret of the servers, once they are started."""
         self.versions: Any = list
         self.stop_seconds = 5.0
-        options: dict[str, Any] = {
-            "num_cpus": config.rollout_cpus_per_worker,
-            "concurrency_groups": {"exchange": 4},
-        }
+        options: dict[str, Any] = {"num_cpus": config.rollout_cpus_per_worker, "concurrency_groups": {"exchange": 4}}
         self._actor_class: Any = ray.remote(**options)(RolloutActor)
         num_workers = config.chosen_rollout_workers or usual_rollout_workers(config, cluster.resources.cpus)
         self.handles = [RolloutHandle(self, index) for index in range(num_workers)]

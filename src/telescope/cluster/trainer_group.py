@@ -99,7 +99,7 @@ class TrainerGroup:
         self._log_starts = [log_size(path) for path in self._logs]
         cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
-            make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
+            make_actor(TrainerActor, self._placement.options("trainer", rank, cpus)).remote(
                 self.config.to_json(), rank, self.world_size, str(self._run_dir)
             )
             for rank in range(self.world_size)

@@ -88,11 +88,11 @@ def look_around(config: TelescopeConfig, placement: Placement) -> tuple[list[dic
     """What the servers and the ranks see that are started in these places as the groups start theirs."""
     cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
     servers = [
-        make_actor(Witness, placement.server_options(index, cpus)).remote()
+        make_actor(Witness, placement.options("inference", index, cpus)).remote()
         for index in range(config.num_inference_servers)
     ]
     ranks = [
-        make_actor(Witness, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote()
+        make_actor(Witness, placement.options("trainer", rank, config.ray_trainer_cpus_per_worker)).remote()
         for rank in range(config.trainer_num_workers)
     ]
     seen = ray.get([actor.look.remote() for actor in (*servers, *ranks)], timeout=120)

@@ -79,7 +79,7 @@ async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_a
 async def test_on_cpu_no_bundle_asks_for_a_gpu(fake):
     placement = await reserve(config_of(), plan_of(config_of(), gpus=0))
     assert all("GPU" not in bundle for group in fake.groups for bundle in group.bundle_specs)
-    assert placement.rank_options(0, 2.0)["num_gpus"] == 0
+    assert placement.options("trainer", 0, 2.0)["num_gpus"] == 0
 
 
 async def test_the_strategies_are_those_of_the_config(fake):
@@ -90,8 +90,8 @@ async def test_the_strategies_are_those_of_the_config(fake):
 
 async def test_an_actor_goes_to_the_bundle_of_its_number(fake):
     placement = await reserve(config_of(), plan_of(config_of(), gpus=8))
-    server: Any = placement.server_options(1, 3.0)
-    rank: Any = placement.rank_options(2, 2.0)
+    server: Any = placement.options("inference", 1, 3.0)
+    rank: Any = placement.options("trainer", 2, 2.0)
     for options, group, bundle, gpus in ((server, fake.groups[0], 1, 2), (rank, fake.groups[1], 2, 1)):
         assert options["scheduling_strategy"].placement_group is group
         assert options["scheduling_strategy"].placement_group_bundle_index == bundle
@@ -130,6 +130,6 @@ async def test_a_server_and_a_rank_that_share_a_gpu_have_one_bundle(fake):
     placement = await reserve(shared, plan_of(shared, gpus=2))
     assert placement.server_nodes == placement.rank_nodes == ["0-0", "0-1"]
     assert [group.bundle_specs for group in fake.groups] == [[{"CPU": 3.5, "GPU": 1}] * 2]
-    assert placement.server_options(1, 1.5)["num_gpus"] == placement.rank_options(1, 2.0)["num_gpus"] == 0.5
+    assert placement.options("inference", 1, 1.5)["num_gpus"] == placement.options("trainer", 1, 2.0)["num_gpus"] == 0.5
     placement.remove()
     assert fake.removed == fake.groups

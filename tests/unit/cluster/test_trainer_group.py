@@ -71,7 +71,7 @@ def rank(compiled: asyncio.Event) -> Rank:
 def group_of(monkeypatch: pytest.MonkeyPatch, ranks: list[Any], folder: Path = Path()) -> TrainerGroup:
     made = iter(ranks)
     monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(made)))
-    placement = SimpleNamespace(rank_nodes=[0] * len(ranks), rank_options=lambda *_: {})
+    placement = SimpleNamespace(rank_nodes=[0] * len(ranks), options=lambda *_: {})
     cluster = SimpleNamespace(node_names={0: "here"})
     config = CONFIG.replace(trainer_num_workers=len(ranks))
     return TrainerGroup(config, cast(Placement, placement), folder, cast(Cluster, cluster))
