@@ -80,12 +80,11 @@ def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
-        if self.parallel_config.world_size == 1:
-            method(self, *args)
-            return
         try:
             method(self, *args)
         except Exception as error:  # handed to the driver by `telescope_failure`
+            if self.parallel_config.world_size == 1:
+                raise
             logger.exception("%s failed", method.__name__)
             self.failure = str(error)
 
