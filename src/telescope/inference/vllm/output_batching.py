@@ -34,34 +34,36 @@ LOGPROB_ARRAYS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")
 
 
 class _Buffered:
-    """Buffered outputs of one request."""
+    """Buffered outputs of one request, merged into the first of them."""
 
-    __slots__ = ("client", "num_tokens", "outputs")
+    __slots__ = ("client", "logprobs", "output", "routes")
 
-    def __init__(self, client: int) -> None:
+    def __init__(self, client: int, output: Any) -> None:
         self.client = client
-        self.outputs: list[Any] = []
-        self.num_tokens = 0
+        self.output = output
+        output.new_token_ids = list(output.new_token_ids)
+        self.logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
+        routes = getattr(output, "routed_experts", None)
+        self.routes = [] if routes is None else [routes]
 
     def add(self, output: Any) -> _Buffered:
-        self.outputs.append(output)
-        self.num_tokens += len(output.new_token_ids)
+        self.output.new_token_ids.extend(output.new_token_ids)
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if (routes := getattr(output, "routed_experts", None)) is not None:
+            self.routes.append(routes)
         return self
 
-    def merged(self) -> Any:
-        """Returns the newest output with the tokens of all."""
-        newest, outputs = self.outputs[-1], self.outputs
-        parts = [part.new_logprobs for part in outputs if part.new_logprobs is not None]
-        routes = [part for output in outputs if (part := getattr(output, "routed_experts", None)) is not None]
-        newest.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+    def move_into(self, output: Any) -> Any:
+        """Moves all buffered tokens into `output` and returns it."""
+        output.new_token_ids = self.output.new_token_ids
+        output.new_logprobs = parts[0] if (parts := self.logprobs) else None
         if len(parts) > 1:
             arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in LOGPROB_ARRAYS}
-            newest.new_logprobs = parts[0]._replace(**arrays)
-        elif parts:
-            newest.new_logprobs = parts[0]
-        if routes:
-            newest.routed_experts = np.concatenate(routes)
-        return newest
+            output.new_logprobs = parts[0]._replace(**arrays)
+        if self.routes:
+            output.routed_experts = self.routes[0] if len(self.routes) == 1 else np.concatenate(self.routes)
+        return output
 
 
 class OutputBatcher:
@@ -89,11 +91,11 @@ class OutputBatcher:
                 buffered = buffered_by_request.get(output.request_id)
                 if buffered is not None:
                     buffered.add(output)
-                    if buffered.num_tokens >= most or not carries_tokens_only(output):
+                    if len(buffered.output.new_token_ids) >= most or not carries_tokens_only(output):
                         del buffered_by_request[output.request_id]
-                        sent.append(buffered.merged())
+                        sent.append(buffered.move_into(output))
                 elif len(output.new_token_ids) < most and carries_tokens_only(output) and may_wait(output):
-                    buffered_by_request[output.request_id] = _Buffered(client).add(output)
+                    buffered_by_request[output.request_id] = _Buffered(client, output)
                 else:
                     sent.append(output)
             message.outputs = sent
@@ -102,7 +104,7 @@ class OutputBatcher:
         """Adds buffered outputs to a step's messages, before the step's own."""
         for message in messages.values():
             message.outputs = [
-                self._buffered.pop(output.request_id).add(output).merged()
+                self._buffered.pop(output.request_id).add(output).move_into(output)
                 if output.request_id in self._buffered
                 else output
                 for output in message.outputs
@@ -110,7 +112,7 @@ class OutputBatcher:
         for buffered in self._buffered.values():
             if buffered.client not in messages:
                 messages[buffered.client] = new_message()
-            messages[buffered.client].outputs.append(buffered.merged())
+            messages[buffered.client].outputs.append(buffered.move_into(buffered.output))
         self._buffered.clear()
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
