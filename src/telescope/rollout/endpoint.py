@@ -127,13 +127,12 @@ class Endpoint:
         self.models = models
         self._rollouts: dict[str, _Rollout] = {}
         self._runner: web.ServerRunner | None = None
-        self._socket: Path | None = None
         self._port = 0
 
     async def start(self, socket: Path | None = None) -> None:
         request: Any = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         server = web.Server(self._respond, request_factory=request, handler_cancellation=True, access_log=None)
-        self._runner, self._socket = web.ServerRunner(server, shutdown_timeout=1), socket
+        self._runner = web.ServerRunner(server, shutdown_timeout=1)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=MAX_CONNECTING).start()
         self._port = self._runner.addresses[0][1]
@@ -148,8 +147,6 @@ class Endpoint:
             self.close_rollout(key)
         if self._runner:
             await self._runner.cleanup()
-        if self._socket:
-            self._socket.unlink(missing_ok=True)
 
     def base_url(self, chat: str = "") -> str:
         """Returns the URL for OpenAI's clients."""

@@ -111,17 +111,15 @@ class LoadedEnvironments:
         """Waits until rollouts have ended, then closes resources."""
         if self._endpoint is not None:
             await self._endpoint.stop()
-
-        async def close_resources() -> None:
-            if self._thread.started:
-                await asyncio.wait(self._thread.started, timeout=CLOSE_SECONDS / 2)
-            for loaded in self.by_key.values():
-                await loaded.close()
-            for environment in self._agents:
-                await close_pools(environment)
-
+            self._folder.cleanup()
         try:
-            await asyncio.wait_for(close_resources(), CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if self._thread.started:
+                    await asyncio.wait(self._thread.started, timeout=CLOSE_SECONDS / 2)
+                for loaded in self.by_key.values():
+                    await loaded.close()
+                for environment in self._agents:
+                    await close_pools(environment)
         except TimeoutError:
             logger.warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
 
