@@ -205,9 +205,8 @@ class Rollout:
 
         A request in the engine counts with its server's version when it was sent.
         """
-        oldest = self.trajectory.totals.version_range[0]
-        versions = [oldest] if oldest >= 0 else []
-        return min([*versions, *(version for _, version in self._in_engine.values())], default=None)
+        versions = self.trajectory.totals.version_range[0], *(version for _, version in self._in_engine.values())
+        return min((version for version in versions if version >= 0), default=None)
 
     async def sample(
         self,
