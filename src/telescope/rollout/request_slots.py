@@ -89,8 +89,12 @@ class RequestSlotPool:
             while not waiter.future.done():
                 left = max(began_at, self._assigned_at) + timeout - loop.time()
                 if left <= 0:
+                    states = ", ".join(
+                        f"server {i}: {'up' if s.up else 'down'}, {s.used}/{s.capacity} slots used"
+                        for i, s in enumerate(self.servers)
+                    )
                     raise DeadlineExceeded(
-                        f"no request slot became free within {timeout:.0f} s; group {group} waits ({self.describe()})"
+                        f"no request slot became free within {timeout:.0f} s; group {group} waits ({states})"
                     )
                 await asyncio.wait({waiter.future}, timeout=left)
             return waiter.future.result()
@@ -147,13 +151,6 @@ class RequestSlotPool:
     @property
     def num_waiting(self) -> int:
         return sum(not waiter.future.done() for waiter in self._waiters)
-
-    def describe(self) -> str:
-        """Returns the state of each server, for error messages."""
-        return ", ".join(
-            f"server {i}: {'up' if s.up else 'down'}, {s.used}/{s.capacity} slots used"
-            for i, s in enumerate(self.servers)
-        )
 
     def _serve(self) -> None:
         """Assigns free slots to waiters, by turn and then by arrival. A waiter bound to a full server keeps waiting."""
