@@ -93,7 +93,7 @@ class FakeBackend:
             if min(start, count) < min(end, count)
         ]
         tokens = np.array((running.answer or [1] * count)[:count], dtype=np.int32)
-        return Generation(tokens, np.full(count, -0.5, np.float32), reason, spans, self.server_index)
+        return Generation(tokens, np.full(count, -0.5, np.float32), reason, spans)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)

@@ -80,7 +80,6 @@ class Generation:
     finish_reason: str
     """`stop` (end token), `length` (`max_tokens` or context exhausted) or `abort`."""
     version_spans: list[tuple[int, int, int]]
-    server_index: int = 0
     routes_MXK: np.ndarray | None = None
     """Experts of the M tokens from the request's `routes_start` to the last sampled one, which has none, in each of X
     layers (`router_replay`)."""

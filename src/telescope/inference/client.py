@@ -138,7 +138,7 @@ class EngineClient:
         except TimeoutError as error:
             if request_id in self._aborted:
                 empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-                return Generation(*empty, "abort", [], server_index=self.server_index)
+                return Generation(*empty, "abort", [])
             raise InfrastructureError(
                 f"{self._name}: request {request_id} ({len(request.prompt_token_ids)} prompt tokens, max_tokens "
                 f"{request.max_tokens}) had no answer within {self.request_timeout:.0f} s"
@@ -150,7 +150,7 @@ class EngineClient:
             labelled = wire.unpack_answer(answer)
         else:
             labelled = wire.read_generate(answer, spans_header=headers.get(wire.VERSION_SPANS_HEADER))
-        return wire.resolve_versions(labelled, initial_version=self.initial_version, server_index=self.server_index)
+        return wire.resolve_versions(labelled, initial_version=self.initial_version)
 
     async def abort(self, request_ids: list[str]) -> None:
         if not request_ids:

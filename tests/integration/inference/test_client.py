@@ -68,7 +68,6 @@ async def test_generation_has_ids_logprobs_versions_and_server(connect, version:
     assert len(generation.token_ids_N) == len(generation.logprobs_N) == 50
     assert generation.finish_reason == "stop"
     assert generation.version_spans == [(0, 0, 50)]
-    assert generation.server_index == 3
     again = await client.generate(request("again"))
     assert again.token_ids_N.tolist() == generation.token_ids_N.tolist()
 

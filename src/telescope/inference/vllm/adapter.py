@@ -205,7 +205,7 @@ def _read_routes(file: str | memoryview) -> np.ndarray:
     return routes
 
 
-def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server_index: int = 0) -> Generation:
+def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> Generation:
     """Converts labels to policy versions. `initial_version` is the version of the server's first weights.
 
     Raises `InfrastructureError` when a token's weights are unknown.
@@ -214,9 +214,7 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0, server
     if answer.label_starts is None and num_tokens:
         raise InfrastructureError("the engine does not report which weights sampled the tokens")
     spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
-    return Generation(
-        answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans, server_index, answer.routes_MXK
-    )
+    return Generation(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans, answer.routes_MXK)
 
 
 # --- responses as arrays --------------------------------------------------------------------------------------------
