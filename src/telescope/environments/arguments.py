@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
     for method in ("__init__", "load_dataset"):
         for owner in _owners(cls, method, root):
             with contextlib.suppress(Exception):  # an annotation may be any expression
-                hints = get_type_hints(vars(owner)[method]) | hints
+                hints = get_type_hints(vars(owner)[method], include_extras=True) | hints
     for name, value in given.items():
         if name in hints and value is not None:
             refuse_wrong_type(hints[name], name, value, called=called, fix="Correct it in its kwargs.")
@@ -173,9 +174,12 @@ def _named_parameters(function: Callable[..., Any]) -> set[str]:
 
 def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
     """Returns the keywords passed beside the mapping, as in `super().__init__(tools=[f], **m)`."""
+    tree = ast.Module([], [])
+    with contextlib.suppress(SyntaxError):  # of a text that is indented less than the code
+        tree = ast.parse(textwrap.dedent(_source_of(function)))
     return {
         keyword.arg
-        for node in ast.walk(_source_of(function))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == function.__name__
         if any(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == mapping for k in node.keywords)
         for keyword in node.keywords
@@ -185,23 +189,13 @@ def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
 
 def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
     """Returns the literals read from the mapping `m`: `m["x"]`, `m.get("x")`, `m.pop("x")`, `"x" in m`."""
-    names: set[str] = set()
-    for node in ast.walk(_source_of(function)):
-        match node:
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))) if name == mapping:
-                names.add(key)
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=name), attr="get" | "pop" | "setdefault"),
-                args=[ast.Constant(value=str(key)), *_],
-            ) if name == mapping:
-                names.add(key)
-            case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id=name)]) if name == mapping:
-                names.add(key)
-    return names
+    text = r"""(["'])(\w+)"""
+    read = rf"\b{mapping}(?:\[|\.(?:get|pop|setdefault)\()\s*{text}\1|{text}\3 (?:not )?in {mapping}\b"
+    return {found[2] or found[4] for found in re.finditer(read, _source_of(function))}
 
 
-def _source_of(function: Callable[..., Any]) -> ast.AST:
+def _source_of(function: Callable[..., Any]) -> str:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])  # built at run time without source: only the signature is known
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""  # built at run time without source: only the signature is known

@@ -11,11 +11,11 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import ChatMessage, RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
-from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.hub import hub_rows
 from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer
 from telescope.environments.math_verifier import read_expression
 from telescope.environments.parsers import (
@@ -70,20 +70,19 @@ class MathEnvironment(SingleTurnEnvironment):
 
     def __init__(
         self,
-        system_prompt: str | None = None,
         instruction_prompt: str | None = INSTRUCTION_PROMPT,
         instruction_prompt_post: str | None = None,
         verify_timeout_seconds: float = 5.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(system_prompt=system_prompt, instruction_prompt=instruction_prompt, **kwargs)
+        super().__init__(instruction_prompt=instruction_prompt, **kwargs)
         self.instruction_prompt_post = instruction_prompt_post
         self.verify_timeout_seconds = float(verify_timeout_seconds)
 
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "hub",
+        dataset: Literal["hub", "own", "auto"] = "hub",  # auto is the older name of hub
         dataset_name: str | None = None,
         dataset_subset: str | None = None,
         dataset_split: str = "train",
@@ -92,7 +91,7 @@ class MathEnvironment(SingleTurnEnvironment):
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there are none."""
         name = "dataset: own" if dataset == "own" else dataset_name or self.hub_dataset
-        if dataset != "auto" and uses_own_items(self.name, dataset):  # auto is the older name of hub
+        if dataset == "own":
             samples = self.own_samples(dataset_subset)
         else:
             subsets = self.hub_subsets if dataset_subset is None and name == self.hub_dataset else (dataset_subset,)

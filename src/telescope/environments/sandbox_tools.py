@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from telescope.environments.base import Environment, RolloutState, Sample
 from telescope.environments.tool_calls import written_call
@@ -162,11 +164,9 @@ class SandboxTools(SandboxEnvironment):
     def __init__(
         self,
         tools: list[str | Callable[..., Any]] | None = None,
-        command_timeout_seconds: float = 30.0,
+        command_timeout_seconds: Annotated[float, Field(gt=0)] = 30.0,
         **kwargs: Any,
     ) -> None:
-        if not command_timeout_seconds > 0:
-            raise UserError(f"command_timeout_seconds={command_timeout_seconds} of the tools must be above 0")
         self.command_timeout_seconds = command_timeout_seconds
         # `shell` applies the limit itself; this one also covers the wait for earlier calls of the same answer.
         self.tool_timeout_seconds = 20 * command_timeout_seconds

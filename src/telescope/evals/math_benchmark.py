@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.hub import hub_rows
 from telescope.environments.math_problems import COLUMNS, INSTRUCTION_PROMPT, samples_of
 from telescope.environments.records import Sample
 from telescope.errors import UserError
@@ -32,14 +32,14 @@ class MathBenchmark(Eval):
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "hub",
+        dataset: Literal["hub", "own"] = "hub",
         dataset_name: str | None = None,
         dataset_split: str | None = None,
         **_: Any,
     ) -> list[Sample]:
         """Returns the problems as samples. Raises `UserError` if there are none."""
         name = dataset_name or self.hub_dataset
-        if uses_own_items(self.name, dataset):
+        if dataset == "own":
             samples = samples_of(json.loads(self.own_items.read_text(encoding="utf-8")))
         else:
             subsets = self.hub_subsets if name == self.hub_dataset else (None,)

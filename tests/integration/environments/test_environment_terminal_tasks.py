@@ -285,9 +285,9 @@ def test_a_config_gives_any_tool_environment_the_tools_of_sandboxes(folder):
 
 
 def test_a_time_limit_of_nothing_is_refused(folder):
-    with pytest.raises(UserError, match="command_timeout_seconds=0"):
+    with pytest.raises(UserError, match="command_timeout_seconds is 0, but it must be above 0"):
         get_environment("lengths", environments_path=[folder], tools=["shell"], command_timeout_seconds=0)
-    with pytest.raises(UserError, match="timeout_per_test is 0"):
+    with pytest.raises(UserError, match="timeout_per_test is 0, but it must be above 0"):
         get_environment("i3_code", dataset="own", timeout_per_test=0)
 
 

@@ -148,7 +148,7 @@ def test_held_out_questions_are_never_trained_on():
 
 def test_settings_without_questions_are_refused():
     for kwargs, words in (
-        ({"portion": "test"}, "portion is 'test'"),
+        ({"portion": "test"}, 'portion is "test"'),
         ({"operations": "/"}, "operations is '/'"),
         ({"min_operations": 3}, "min_operations is 3"),
         ({"max_number": 1, "max_operations": 1, "num_samples": 500}, "only 3 different questions"),

@@ -9,7 +9,8 @@ from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.base import Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
-from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse
+from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse, solve
+from telescope.environments.registry import get_environment
 from telescope.environments.serialization import sample_uid
 from telescope.errors import UnreachableError, UserError
 
@@ -29,12 +30,12 @@ def metrics(completion, numbers=(3, 7, 12), target=22, **kwargs):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_generated_puzzle_is_solved_by_its_own_solution(seed):
-    for made in islice(generate_puzzles(PuzzleSettings(), seed), 300):
-        solution = parse(made.solution)
-        assert solution.value() == made.target
-        assert sorted(solution.numbers) == sorted(made.numbers)
-        assert 1 <= made.target <= 100
+def test_every_generated_puzzle_has_a_solution(seed):
+    for numbers, target in islice(generate_puzzles(PuzzleSettings(), seed), 300):
+        solution = parse(solve(numbers, target, "+-*/"))
+        assert solution.value() == target
+        assert sorted(solution.numbers) == sorted(numbers)
+        assert 1 <= target <= 100
 
 
 @settings(max_examples=15, deadline=None)
@@ -42,7 +43,7 @@ def test_every_generated_puzzle_is_solved_by_its_own_solution(seed):
 def test_solutions_earn_the_full_reward(seed, operations):
     environment = countdown(operations=operations, prompt_style="short")
     for made in islice(generate_puzzles(PuzzleSettings(operations=operations), seed), 5):
-        result = environment.compute_reward(f"<answer>{made.solution}</answer>", puzzle(made.numbers, made.target))
+        result = environment.compute_reward(environment.solution(puzzle(*made))[0], puzzle(*made))
         assert result.total_reward == environment.reward_max == 2.0
 
 
@@ -138,19 +139,19 @@ def test_prompts_may_be_replaced_or_null():
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"prompt_style": "long"}, "prompt_style is 'long'; use one of full, short"),
+        ({"prompt_style": "long"}, 'prompt_style is "long", but it must be one of "full", "short"'),
         ({"operations": "+^"}, "operations is"),
-        ({"dataset": "local"}, "use one of auto, hub, generated"),
-        ({"portion": "test"}, "use one of all, train, heldout"),
+        ({"dataset": "local"}, 'dataset is "local", but it must be one of "auto", "hub", "generated"'),
+        ({"portion": "test"}, 'portion is "test", but it must be one of "all", "train", "heldout"'),
         ({"min_numbers": 5}, "min_numbers is 5, above max_numbers"),
-        ({"min_number": -1}, "min_number is -1"),
+        ({"min_number": -1}, "min_number is -1, but it must be at least 0"),
         ({"num_samples": 10**6, **SMALL}, "Lower num_samples or widen"),
         ({"seeds": 3}, r"'seeds'\. Did you mean 'seed'\?"),
     ],
 )
 def test_invalid_arguments_name_the_field_the_value_and_the_fix(kwargs, words):
     with pytest.raises(UserError, match=words):
-        len(CountdownEnvironment(**{"dataset": "generated", **kwargs}))
+        len(get_environment("countdown", **{"dataset": "generated", **kwargs}))
 
 
 def test_hub_rows_become_samples_of_the_portion(monkeypatch):

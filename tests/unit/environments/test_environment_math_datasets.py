@@ -69,8 +69,8 @@ def test_an_unreachable_hub_is_an_error_and_the_shipped_problems_are_asked_for(m
     assert len(environment) == 5
     for sample in environment._loaded():
         assert environment.compute_reward(f"\\boxed{{{sample.answer}}}", sample).total_reward == 1.0
-    with pytest.raises(UserError, match=f"{name}: dataset is 'none'; use hub or own"):
-        get_environment(name, dataset="none").get_sample(0)
+    with pytest.raises(UserError, match='dataset is "none", but it must be one of "hub", "own", "auto"'):
+        get_environment(name, dataset="none")
 
 
 def test_a_missing_split_is_an_error_that_lists_those_of_the_hub(monkeypatch):

@@ -91,8 +91,8 @@ def test_a_benchmark_is_not_replaced_by_own_items_without_being_asked(monkeypatc
     serve_rows(monkeypatch, ConnectionError("no network"))
     with pytest.raises(UnreachableError, match=f"{name}: .*no network.*set dataset: own"):
         get_eval(name).get_sample(0)
-    with pytest.raises(UserError, match=f"{name}: dataset is 'auto'; use hub or own"):
-        get_eval(name, dataset="auto").get_sample(0)
+    with pytest.raises(UserError, match=f'The eval .{name}.: dataset is "auto", but it must be one of "hub", "own"'):
+        get_eval(name, dataset="auto")
     serve_rows(monkeypatch, lambda *_: [{"text": "1 + 1?"}])
     with pytest.raises(UserError, match=f"{name}: .* has no column .*It has: text"):
         get_eval(name).get_sample(0)

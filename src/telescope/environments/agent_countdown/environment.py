@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.context import RefusedCall, RolloutContext
@@ -15,15 +15,13 @@ from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags
 from telescope.environments.sandbox_tools import SandboxEnvironment
-from telescope.errors import EnvironmentFailure, UserError
+from telescope.errors import EnvironmentFailure
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
 
 NUM_ATTEMPTS = 3
 """Most answers of the compacting agent. They do not all fit a small context."""
-
-AGENTS = ("sdk", "checker", "compacting", "sandboxed")
 
 SCRIPT = r"""
 import json, os, socket, sys
@@ -65,9 +63,7 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
     - `sandboxed` is a program in a sandbox
     """
 
-    def __init__(self, agent: str = "sdk", **kwargs: Any) -> None:
-        if agent not in AGENTS:
-            raise UserError(f"agent_countdown: agent is {agent!r}; use one of {', '.join(AGENTS)}.")
+    def __init__(self, agent: Literal["sdk", "checker", "compacting", "sandboxed"] = "sdk", **kwargs: Any) -> None:
         super().__init__(prompt_style="short", **kwargs)
         self.agent = agent
 

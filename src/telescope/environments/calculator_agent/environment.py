@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from telescope.environments.base import RewardResult, RolloutState, Sample, shares
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
-from telescope.environments.countdown.puzzles import ExpressionError, parse
+from telescope.environments.countdown.puzzles import ExpressionError, Portion, parse
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
 from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
@@ -53,10 +55,12 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     tools_in_template = True
 
     def __init__(
-        self, prompt_style: str = "full", max_turns: int = 6, answer_reward: float = 0.0, **kwargs: Any
+        self,
+        prompt_style: Literal["full", "short"] = "full",
+        max_turns: int = 6,
+        answer_reward: float = 0.0,
+        **kwargs: Any,
     ) -> None:
-        if prompt_style not in ("full", "short"):
-            raise UserError(f"calculator_agent: prompt_style is {prompt_style!r}; use full or short.")
         self.short = prompt_style == "short"
         kwargs.setdefault("system_prompt", None if self.short else SYSTEM_PROMPT)
         kwargs.setdefault("include_tool_schemas_in_prompt", not self.short)
@@ -66,17 +70,15 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     def load_dataset(
         self,
         num_samples: int = -1,
-        portion: str = "all",
+        portion: Portion = "all",
         seed: int = 0,
         min_operations: int = 1,
         max_operations: int = 2,
-        max_number: int = 20,
+        max_number: Annotated[int, Field(ge=1, le=999)] = 20,
         operations: str = "+-*",
         **_: Any,
     ) -> list[Sample]:
         """Returns the questions. Raises `UserError` when the settings allow fewer than `num_samples`."""
-        if portion not in ("all", "train", "heldout"):
-            raise UserError(f"calculator_agent: portion is {portion!r}; use all, train or heldout.")
         if not operations or set(operations) - set("+-*"):
             raise UserError(f"calculator_agent: operations is {operations!r}; use some of the characters + - *.")
         if not 1 <= min_operations <= max_operations <= 8:
@@ -84,8 +86,6 @@ class CalculatorAgentEnvironment(ToolEnvironment):
                 f"calculator_agent: min_operations is {min_operations} and max_operations {max_operations}; use 1 to "
                 "8, the smaller one first."
             )
-        if not 1 <= max_number <= 999:
-            raise UserError(f"calculator_agent: max_number is {max_number}; use 1 to 999.")
         settings = QuestionSettings(min_operations, max_operations, max_number, operations)
         wanted = DEFAULT_NUM_SAMPLES if num_samples < 0 else num_samples
         questions = list(islice(generate_questions(settings, seed, portion), wanted))

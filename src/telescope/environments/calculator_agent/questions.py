@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from telescope.environments.countdown.puzzles import OPERATIONS, distinct, in_held_out_fifth
+from telescope.environments.countdown.puzzles import OPERATIONS, Portion, distinct, in_held_out_fifth
 
 LARGEST_RESULT = 999_999_999
 """Largest number that the calculator accepts."""
@@ -82,8 +82,8 @@ def is_held_out(question: Question) -> bool:
     return in_held_out_fifth(f"calculator_agent:{question.text}")
 
 
-def generate_questions(settings: QuestionSettings, seed: int, portion: str = "all") -> Iterator[Question]:
-    """Yields distinct questions of `portion` (all, train, heldout). Ends when no new ones are found."""
+def generate_questions(settings: QuestionSettings, seed: int, portion: Portion = "all") -> Iterator[Question]:
+    """Yields distinct questions of `portion`. Ends when no new ones are found."""
     rng = random.Random(f"calculator_agent {seed}")
 
     def admits(question: Question) -> bool:

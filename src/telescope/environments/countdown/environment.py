@@ -7,14 +7,17 @@ of tags, nothing follows it, and its content parses. `puzzles` parses and evalua
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
 from telescope.environments.countdown.puzzles import (
-    Expression,
     ExpressionError,
+    Portion,
     PuzzleSettings,
     generate_puzzles,
     in_portion,
@@ -61,13 +64,12 @@ class CountdownEnvironment(SingleTurnEnvironment):
         self,
         system_prompt: str | None = _UNSET,
         instruction_prompt: str | None = _UNSET,
-        prompt_style: str = "full",
+        prompt_style: Literal["full", "short"] = "full",
         correct_reward: float = 1.0,
         format_reward: float = 1.0,
         operations: str = "+-*/",
         **kwargs: Any,
     ) -> None:
-        _one_of("prompt_style", prompt_style, ("full", "short"))
         if not operations or set(operations) - set("+-*/"):
             raise UserError(f"countdown: operations is {operations!r}; use some of the characters + - * /.")
         full = prompt_style == "full"
@@ -87,23 +89,21 @@ class CountdownEnvironment(SingleTurnEnvironment):
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "auto",
-        portion: str = "all",
+        dataset: Literal["auto", "hub", "generated"] = "auto",
+        portion: Portion = "all",
         dataset_name: str = HUB_DATASET,
         dataset_subset: str | None = None,
         dataset_split: str = "train",
         seed: int = 0,
-        min_numbers: int = 3,
+        min_numbers: Annotated[int, Field(ge=1)] = 3,
         max_numbers: int = 4,
-        min_number: int = 1,
+        min_number: Annotated[int, Field(ge=0)] = 1,
         max_number: int = 99,
         min_target: int = 1,
         max_target: int = 100,
         **_: Any,
     ) -> list[Sample]:
         """Returns the puzzles as samples. Raises `UserError` when the settings allow fewer than `num_samples`."""
-        _one_of("dataset", dataset, ("auto", "hub", "generated"))
-        _one_of("portion", portion, ("all", "train", "heldout"))
         settings = PuzzleSettings(
             min_numbers, max_numbers, min_number, max_number, min_target, max_target, self.operations
         )
@@ -127,15 +127,11 @@ class CountdownEnvironment(SingleTurnEnvironment):
                 return puzzles
         return self._generate(num_samples, portion, settings, seed)
 
-    def _generate(self, num_samples: int, portion: str, settings: PuzzleSettings, seed: int) -> list[Sample]:
+    def _generate(self, num_samples: int, portion: Portion, settings: PuzzleSettings, seed: int) -> list[Sample]:
         for name in ("numbers", "number", "target"):
             low, high = getattr(settings, f"min_{name}"), getattr(settings, f"max_{name}")
             if low > high:
                 raise UserError(f"countdown: min_{name} is {low}, above max_{name}, which is {high}.")
-        if settings.min_numbers < 1:
-            raise UserError(f"countdown: min_numbers is {settings.min_numbers}; use 1 or more.")
-        if settings.min_number < 0:
-            raise UserError(f"countdown: min_number is {settings.min_number}; numbers are not negative, use 0 or more.")
         wanted = DEFAULT_NUM_GENERATED if num_samples < 0 else num_samples
         puzzles = list(islice(generate_puzzles(settings, seed, portion), wanted))
         if len(puzzles) < num_samples:
@@ -143,10 +139,10 @@ class CountdownEnvironment(SingleTurnEnvironment):
                 f"countdown: num_samples is {num_samples}, but only {len(puzzles)} different puzzles were found with "
                 f"portion {portion!r} and {settings}. Lower num_samples or widen the ranges."
             )
-        return [self._sample(puzzle.numbers, puzzle.target) for puzzle in puzzles]
+        return [self._sample(*puzzle) for puzzle in puzzles]
 
     def _load_hub(
-        self, num_samples: int, portion: str, dataset_name: str, subset: str | None, split: str
+        self, num_samples: int, portion: Portion, dataset_name: str, subset: str | None, split: str
     ) -> list[Sample]:
         columns, otherwise = [("nums",), ("target",)], "or set dataset: generated"
         rows = hub_rows("countdown", dataset_name, [subset], split, columns, only=True, otherwise=otherwise)
@@ -174,30 +170,17 @@ class CountdownEnvironment(SingleTurnEnvironment):
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = strip_think_tags(answer_text(completion.removesuffix(eos_token))).strip()
         answer = extract_answer_tags(text)
-        try:
-            expression = parse(answer)
-        except ExpressionError:
-            expression = None  # the model's mistake, not a failure
-        one_answer_at_the_end = text.endswith("</answer>") and text.count("<answer>") == text.count("</answer>") == 1
-        well_formed = expression is not None and one_answer_at_the_end
         numbers = sample.metadata["numbers"]
-        correct = expression is not None and self._reaches(expression, numbers, sample.metadata["target"])
+        well_formed = correct = False
+        with contextlib.suppress(ExpressionError, ZeroDivisionError):  # the model's mistakes, not failures
+            expression = parse(answer)
+            one_answer = text.count("<answer>") == text.count("</answer>") == 1
+            well_formed = one_answer and text.endswith("</answer>")
+            is_allowed = sorted(expression.numbers) == sorted(numbers) and expression.operators <= set(self.operations)
+            correct = is_allowed and expression.value() == sample.metadata["target"]
         return RewardResult(
             total_reward=self.correct_reward * correct + self.format_reward * well_formed,
             sample_metrics={"correct": float(correct), "format": float(well_formed)},
             golden_answers={"target": sample.answer},
             sample_tags={"num_numbers": str(len(numbers))},
         )
-
-    def _reaches(self, expression: Expression, numbers: list[int], target: int) -> bool:
-        if sorted(expression.numbers) != sorted(numbers) or expression.operators - set(self.operations):
-            return False
-        try:
-            return expression.value() == target
-        except ZeroDivisionError:
-            return False  # the model's mistake, not a failure
-
-
-def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"countdown: {field} is {value!r}; use one of {', '.join(choices)}.")

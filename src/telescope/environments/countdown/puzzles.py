@@ -17,10 +17,10 @@ import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, permutations
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -33,14 +33,10 @@ _GIVE_UP_AFTER = 20_000
 
 T = TypeVar("T")
 
+Puzzle = tuple[tuple[int, ...], int]
+"""Numbers in the prompt's order, and the target."""
 
-@dataclass(slots=True, frozen=True)
-class Puzzle:
-    """Numbers in the prompt's order, the target, and one expression that reaches it."""
-
-    numbers: tuple[int, ...]
-    target: int
-    solution: str = field(compare=False)
+Portion = Literal["all", "train", "heldout"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,12 +62,10 @@ def in_held_out_fifth(identity: str) -> bool:
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
-def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") -> Iterator[Puzzle]:
-    """Yields distinct solvable puzzles of `portion` (all, train, heldout). Ends when no new ones are found."""
+def generate_puzzles(settings: PuzzleSettings, seed: int, portion: Portion = "all") -> Iterator[Puzzle]:
+    """Yields distinct solvable puzzles of `portion`. Ends when no new ones are found."""
     rng = random.Random(f"countdown {seed}")
-    return distinct(
-        lambda: _random_puzzle(settings, rng), lambda puzzle: in_portion(puzzle.numbers, puzzle.target, portion)
-    )
+    return distinct(lambda: _random_puzzle(settings, rng), lambda puzzle: in_portion(*puzzle, portion))
 
 
 def distinct(draw: Callable[[], T | None], admits: Callable[[T], bool]) -> Iterator[T]:
@@ -87,8 +81,7 @@ def distinct(draw: Callable[[], T | None], admits: Callable[[T], bool]) -> Itera
             yield item
 
 
-def in_portion(numbers: tuple[int, ...] | list[int], target: int, portion: str) -> bool:
-    """Returns whether the puzzle belongs to `portion`: all, train or heldout."""
+def in_portion(numbers: tuple[int, ...] | list[int], target: int, portion: Portion) -> bool:
     return portion == "all" or is_held_out(numbers, target) == (portion == "heldout")
 
 
@@ -112,10 +105,8 @@ def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | Non
         if sign == "/" and (right.value == 0 or left.value % right.value):
             return None  # every intermediate result is a whole number, as in the usual puzzles
         terms.append(_combine(left, sign, right))
-    result = terms[0]
-    if not settings.min_target <= result.value <= settings.max_target:
-        return None
-    return Puzzle(numbers, result.value, result.text)
+    target = terms[0].value
+    return (numbers, target) if settings.min_target <= target <= settings.max_target else None
 
 
 def solve(numbers: Sequence[int], target: int, operations: str) -> str | None:

@@ -16,10 +16,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment, shares
-from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.hub import hub_rows
 from telescope.environments.i3_code import runner
 from telescope.environments.i3_code.own_problems import own_rows
 from telescope.environments.parsers import extract_code_block, strip_think_tags
@@ -56,24 +58,25 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
     hub_dataset: ClassVar[str] = "PrimeIntellect/INTELLECT-3-RL"
 
     def __init__(
-        self, instruction_prompt: str | None = INSTRUCTION_PROMPT, timeout_per_test: float = 10.0, **kwargs: Any
+        self,
+        instruction_prompt: str | None = INSTRUCTION_PROMPT,
+        timeout_per_test: Annotated[float, Field(gt=0)] = 10.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
-        if not timeout_per_test > 0:
-            raise UserError(f"{self.name}: timeout_per_test is {timeout_per_test}; use more than 0.")
         self.timeout_per_test = timeout_per_test
 
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "hub",
+        dataset: Literal["hub", "own"] = "hub",
         dataset_name: str | None = None,
         dataset_subset: str | None = "code",
         dataset_split: str = "train",
         difficulty_key: str | None = None,
         min_difficulty: float | None = None,
         max_difficulty: float | None = None,
-        max_num_tests: int = 15,
+        max_num_tests: Annotated[int, Field(ge=1)] = 15,
         random_seed: int | None = 0,
         shuffle: bool = False,
         seed: int = 0,
@@ -83,10 +86,8 @@ class I3CodeEnvironment(SandboxEnvironment, SingleTurnEnvironment):
         is_bounded = (min_difficulty, max_difficulty) != (None, None)
         if is_bounded and difficulty_key is None:
             raise UserError(f"{self.name}: min_difficulty and max_difficulty need difficulty_key, a column.")
-        if max_num_tests < 1:
-            raise UserError(f"{self.name}: max_num_tests is {max_num_tests}; use 1 or more.")
         rows: Iterable[dict[str, Any]] = own_rows()
-        if not uses_own_items(self.name, dataset):
+        if dataset == "hub":
             columns = [("question",), ("info",), *([(difficulty_key,)] if difficulty_key else [])]
             name = dataset_name or self.hub_dataset
             rows = hub_rows(self.name, name, [dataset_subset], dataset_split, columns, only=True)

@@ -13,12 +13,12 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample, shares
 from telescope.environments.parsers import strip_think_tags
-from telescope.environments.user_code import error_text
-from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["textarena"]
@@ -62,17 +62,12 @@ class WordleEnvironment(MultiTurnEnvironment):
     def __init__(
         self,
         max_turns: int = 6,
-        system_prompt: str | None = None,
-        word_source: str = "own",
+        word_source: Literal["own", "textarena"] = "own",
         require_known_words: bool = False,
-        partial_reward: float = 0.2,
+        partial_reward: Annotated[float, Field(ge=0, lt=1)] = 0.2,
         **kwargs: Any,
     ) -> None:
-        super().__init__(max_turns=max_turns, system_prompt=system_prompt, **kwargs)
-        if word_source not in ("own", "textarena"):
-            raise UserError(f"wordle: word_source is {word_source!r}; use own or textarena.")
-        if not 0.0 <= partial_reward < 1.0:
-            raise UserError(f"wordle: partial_reward is {partial_reward}; use a number from 0 to below 1.")
+        super().__init__(max_turns=max_turns, **kwargs)
         self.word_source = word_source
         self.require_known_words = require_known_words
         self.partial_reward = float(partial_reward)
@@ -162,19 +157,10 @@ _OWN_WORDS = Path(__file__).parent / "words.json"
 
 @cache
 def secret_words(source: str) -> tuple[str, ...]:
-    """Returns the words to guess, sorted. `source` is `own` or `textarena`.
-
-    Raises `UserError` if TextArena, or the word list that it downloads at its first use, is not available.
-    """
+    """Returns the words to guess, sorted. `textarena` downloads its list at its first use."""
     if source == "own":
         return tuple(json.loads(_OWN_WORDS.read_text(encoding="utf-8")))
-    try:
-        from textarena.envs.Wordle.env import WordleEnv
+    from textarena.envs.Wordle.env import WordleEnv
 
-        words = WordleEnv(word_length=5).word_list
-    except Exception as error:
-        raise UserError(
-            f"wordle: the words of textarena are not available: {error_text(error)}. Correct that, or set word_source: "
-            "own."
-        ) from error
+    words = WordleEnv(word_length=5).word_list
     return tuple(sorted({word.lower() for word in words if len(word) == 5 and word.isascii() and word.isalpha()}))

@@ -7,11 +7,10 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from telescope.environments.base import EvalMetricsResult, Sample, shares
-from telescope.environments.data_files import is_local
-from telescope.environments.hub import hub_rows, uses_own_items
+from telescope.environments.hub import hub_rows, is_local
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
 from telescope.evals.base import Eval
 
@@ -49,7 +48,7 @@ class GpqaDiamond(Eval):
     def load_dataset(
         self,
         num_samples: int = -1,
-        dataset: str = "hub",
+        dataset: Literal["hub", "own"] = "hub",
         dataset_name: str = "Idavidrein/gpqa",
         dataset_subset: str | None = "gpqa_diamond",
         dataset_split: str = "train",
@@ -58,7 +57,7 @@ class GpqaDiamond(Eval):
         **_: Any,
     ) -> list[Sample]:
         """Returns the questions as samples. A sample's answer is a letter."""
-        if uses_own_items(self.name, dataset):
+        if dataset == "own":
             rows = json.loads(_OWN_ITEMS.read_text(encoding="utf-8"))
         else:
             subset = None if is_local(dataset_name) else dataset_subset
