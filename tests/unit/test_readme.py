@@ -11,7 +11,7 @@ from tests.model_folder import write_model_folder
 from telescope.cli.main import COMMANDS, main
 from telescope.config.loader import load_config
 from telescope.environments.countdown.environment import CountdownEnvironment
-from telescope.environments.registry import check_environment, get_environment
+from telescope.environments.registry import ENVIRONMENTS, get_environment
 from telescope.evals import check_eval
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_the_yaml_examples_resolve(example_environment: Path, tmp_path: Path, mo
 def test_every_example_resolves_and_names_environments_that_ship(path: Path):
     config = load_config(path, [], {}).config
     for entry in config.environments:
-        check_environment(entry.name)
+        ENVIRONMENTS.check(entry.name)
     for eval_entry in config.evals:
         check_eval(eval_entry.name)
 

@@ -29,13 +29,7 @@ from telescope.environments.local_rollout import (
     NoAnswerError,
     roll_out_item,
 )
-from telescope.environments.registry import (
-    check_environment,
-    environment_class,
-    get_environment,
-    list_environments,
-    missing_packages,
-)
+from telescope.environments.registry import ENVIRONMENTS, environment_class, get_environment, list_environments
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.user_code import describe_error
@@ -135,12 +129,11 @@ def run_list(arguments: argparse.Namespace) -> int:
 def run_describe(arguments: argparse.Namespace) -> int:
     """Prints an environment's description, arguments and packages. Returns the exit status."""
     cls = environment_class(arguments.name, arguments.path)
-    source = check_environment(arguments.name, arguments.path)
+    source = ENVIRONMENTS.check(arguments.name, arguments.path)
     print(f"{arguments.name}: {_kind(cls)}, class {cls.__qualname__}")
     if source.file is not None:
         print(f"in {source.file}")
-    optional = missing_packages(arguments.name, arguments.path).missing_optional
-    if optional:
+    if optional := ENVIRONMENTS.missing_packages(source, "OPTIONAL_PACKAGES"):
         print(f"not installed, not required: {', '.join(optional)}")
     print(f"\n{_description(cls) or 'It has no description.'}\n\nArguments (kwargs):")
     for name, default in sorted(_arguments(cls).items()):

@@ -32,6 +32,7 @@ from telescope.environments.arguments import arguments_of, instantiate, known_ar
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, is_agent
 from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
+from telescope.utils.packages import installed_version, is_installed
 from telescope.utils.text import did_you_mean, user_path
 
 _TAKES_TASK = re.compile(rb"^(?:\xef\xbb\xbf)?TAKES_TASK(?: *: *bool)? *= *True\b", re.MULTILINE)
@@ -52,14 +53,6 @@ class Source:
     """Set for a folder of `environments_path`. Its module is imported from there, not from `sys.path`."""
     task: str = ""
     """The part after the colon in `<name>:<task>`."""
-
-
-@dataclass(slots=True, frozen=True)
-class Packages:
-    """Requirements of a module that are not installed."""
-
-    missing_required: tuple[str, ...]
-    missing_optional: tuple[str, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,17 +93,19 @@ class Discovery:
             "`telescope envs`), or write package.module:Class."
         )
 
-    def packages(self, source: Source) -> Packages:
-        """Returns the missing packages of REQUIRED_PACKAGES and OPTIONAL_PACKAGES. Imports nothing."""
-        declared = _declared_packages(source.file) if source.file else {}
-        lists = (declared.get(name, []) for name in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"))
-        return Packages(*(tuple(p for p in packages if not _is_installed(p)) for packages in lists))
+    def missing_packages(self, source: Source, declared: str) -> list[str]:
+        """Returns the packages of REQUIRED_PACKAGES or OPTIONAL_PACKAGES that are missing. Imports nothing."""
+        packages = _declared_packages(source.file).get(declared, []) if source.file else []
+        return [package for package in packages if not _is_installed(package)]
 
     def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
-        """Calls `find`. Raises `UserError` with the install command if a package is missing."""
+        """Returns the location of `name`. Imports no module of users.
+
+        Raises `UserError` with the nearest name if there is none, or with the install command if a required package is
+        missing.
+        """
         source = self.find(name, folders)
-        missing = self.packages(source).missing_required
-        if missing:
+        if missing := self.missing_packages(source, "REQUIRED_PACKAGES"):
             raise UserError(
                 f"The {self.kind} {name!r} needs packages that are not installed: {', '.join(missing)}. "
                 f"Install them with: pip install {' '.join(shlex.quote(p) for p in missing)}"
@@ -237,16 +232,9 @@ def _declared_packages(file: Path) -> dict[str, list[str]]:
 
 def _is_installed(requirement: str) -> bool:
     """Returns whether a distribution or module of that name is installed."""
-    match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
-    if match is None:
-        raise UserError(f"{requirement!r} is not the name of a package.")
-    name = match[1]
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        top = re.sub(r"[-.].*", "", name) if "." in name else name.replace("-", "_")
-        return importlib.util.find_spec(top) is not None
-    return True
+    name = re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+    top = re.sub(r"[-.].*", "", name) if "." in name else name.replace("-", "_")
+    return installed_version(name) is not None or is_installed(top)
 
 
 def _synthetic_package(folder: Path) -> str:
@@ -288,26 +276,12 @@ def list_environments(environments_path: Sequence[str | Path] = ()) -> list[str]
     return ENVIRONMENTS.names(environments_path)
 
 
-def check_environment(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """Returns the location of `name`. Imports no environment.
-
-    Raises `UserError` with the nearest name if there is none, or with the install command if a required package is
-    missing.
-    """
-    return ENVIRONMENTS.check(name, environments_path)
-
-
 def check_environments(names: Iterable[str], environments_path: Sequence[str | Path] = ()) -> list[Source]:
-    return [check_environment(name, environments_path) for name in names]
-
-
-def missing_packages(name: str, environments_path: Sequence[str | Path] = ()) -> Packages:
-    """Returns the required and optional packages of `name` that are not installed."""
-    return ENVIRONMENTS.packages(ENVIRONMENTS.find(name, environments_path))
+    return [ENVIRONMENTS.check(name, environments_path) for name in names]
 
 
 def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -> type[Environment]:
-    """Imports and returns the class. Raises `UserError` as `check_environment` does, and if the import fails.
+    """Imports and returns the class. Raises `UserError` as `Discovery.check` does, and if the import fails.
 
     A direct subclass of `Environment` (or `BaseEnvironment`) with a `compute_reward` is a single-turn environment, and
     is returned as a subclass of `SingleTurnEnvironment`. An environment with its own `rollout` needs no other method
@@ -377,8 +351,8 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     if isinstance(tools, str | dict) and "tools" not in arguments_of(cls, "__init__", Environment).names:
         raise UserError(f"The environment {name!r}: tools is {tools!r}; write a list: tools: [{tools}].")
     if isinstance(tools, list) and tools:
-        is_path = [isinstance(tool, str) and ":" in tool for tool in tools]
-        tools = [load_function(t, f"{name}: the tool") if p else t for t, p in zip(tools, is_path, strict=True)]
+        use = f"{name}: the tool"
+        tools = [load_function(tool, use) if isinstance(tool, str) and ":" in tool else tool for tool in tools]
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)

@@ -166,7 +166,7 @@ def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
 
 
 def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """Returns the location of `name`, an eval or an environment. Raises `UserError` as `check_environment` does."""
+    """Returns the location of `name`, an eval or an environment. Raises `UserError` as `Discovery.check` does."""
     if EVALS.has(name, environments_path):
         return EVALS.check(name, environments_path)
     if ":" not in name and not ENVIRONMENTS.has(name, environments_path):

@@ -44,7 +44,7 @@ from telescope.config.plan import (
     resolve_device,
 )
 from telescope.config.sections.general import client_address_problem
-from telescope.environments.registry import check_environment
+from telescope.environments.registry import ENVIRONMENTS
 from telescope.errors import ConfigError, UserError
 from telescope.evals.base import check_eval
 from telescope.utils.packages import is_installed
@@ -284,7 +284,7 @@ def check_shared_memory(config: TelescopeConfig) -> str:
 def check_environments(config: TelescopeConfig) -> None:
     """Checks that environments exist and that their required packages are installed."""
     for entry in config.environments:
-        check_environment(entry.name, config.environments_path)
+        ENVIRONMENTS.check(entry.name, config.environments_path)
 
 
 def check_evals(config: TelescopeConfig) -> None:

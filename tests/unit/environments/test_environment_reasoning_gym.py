@@ -3,7 +3,7 @@
 import pytest
 
 from telescope.environments.reasoning_gym.environment import ReasoningGym
-from telescope.environments.registry import check_environment, get_environment, list_environments
+from telescope.environments.registry import ENVIRONMENTS, get_environment, list_environments
 from telescope.errors import UserError
 from telescope.evals.base import get_eval
 
@@ -74,9 +74,9 @@ def test_a_wrong_name_or_option_says_what_there_is(name, kwargs, message):
 
 
 def test_a_task_is_taken_by_folders_that_say_so_and_otherwise_names_a_class(tmp_path, monkeypatch):
-    assert check_environment("reasoning_gym:chain_sum").task == "chain_sum"
+    assert ENVIRONMENTS.check("reasoning_gym:chain_sum").task == "chain_sum"
     assert "reasoning_gym" in list_environments()
     code = "from telescope.environments.countdown.environment import CountdownEnvironment as Mine\n"
     (tmp_path / "countdown.py").write_text(code)  # a module with the name of a folder that takes no task
     monkeypatch.syspath_prepend(tmp_path)
-    assert check_environment("countdown:Mine").class_name == "Mine"
+    assert ENVIRONMENTS.check("countdown:Mine").class_name == "Mine"

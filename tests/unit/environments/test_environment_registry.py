@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from telescope.environments.base import Sample
-from telescope.environments.registry import check_environment, get_environment, list_environments, missing_packages
+from telescope.environments.registry import ENVIRONMENTS, get_environment, list_environments
 from telescope.errors import UserError
 from telescope.evals import check_eval, get_eval, list_evals
 
@@ -147,7 +147,7 @@ def test_a_module_without_exactly_one_concrete_class_is_an_error(write, source, 
 
 def test_unknown_names_get_a_suggestion():
     with pytest.raises(UserError, match="Did you mean 'countdown'"):
-        check_environment("cuontdown")
+        ENVIRONMENTS.check("cuontdown")
     with pytest.raises(UserError, match="environments_path names 'nowhere'"):
         list_environments(["nowhere"])
 
@@ -162,9 +162,10 @@ def test_missing_packages_are_named_with_the_command_and_without_importing(write
         """,
     )
     with pytest.raises(UserError) as raised:
-        check_environment("needy", [path])
+        ENVIRONMENTS.check("needy", [path])
     assert str(raised.value).endswith("pip install 'no-such-package-a>=0.6' 'no_such_package_b[extra]'")
-    assert missing_packages("needy", [path]).missing_optional == ("no-such-package-c",)
+    source = ENVIRONMENTS.find("needy", [path])
+    assert ENVIRONMENTS.missing_packages(source, "OPTIONAL_PACKAGES") == ["no-such-package-c"]
     with pytest.raises(UserError, match="pip install"):
         get_environment("needy", environments_path=[path])
 
@@ -172,7 +173,7 @@ def test_missing_packages_are_named_with_the_command_and_without_importing(write
 def test_package_lists_that_cannot_be_read_are_refused(write):
     path = write("dynamic", "REQUIRED_PACKAGES = ['a' + 'b']")
     with pytest.raises(UserError, match=r"environment\.py:1: REQUIRED_PACKAGES must be a list of strings"):
-        check_environment("dynamic", [path])
+        ENVIRONMENTS.check("dynamic", [path])
 
 
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"# coding: latin-1\n# caf\xe9\n", b"# caf\xe9\n"])
@@ -206,7 +207,7 @@ def test_a_class_is_found_by_its_dotted_path(write, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"'Lost' in my_package_for_tests\.puzzles is not a subclass"):
         get_environment("my_package_for_tests.puzzles:Lost")
     with pytest.raises(UserError, match=r"there is no module 'my_package_for_tests\.lost'"):
-        check_environment("my_package_for_tests.lost:Dotted")
+        ENVIRONMENTS.check("my_package_for_tests.lost:Dotted")
 
 
 def test_installed_entry_points_are_environments(monkeypatch):

@@ -69,7 +69,11 @@ class ReasoningGym(SingleTurnEnvironment):
             entries = [self._dataset[index] for index in range(size if num_samples < 0 else min(num_samples, size))]
         finally:
             random.setstate(state)
-        return [_to_sample(entry) for entry in entries]
+        samples = []
+        for entry in entries:
+            samples.append(Sample(entry["question"], "" if entry["answer"] is None else str(entry["answer"])))
+            vars(samples[-1])["entry"] = entry  # an attribute, because its index must not identify the sample
+        return samples
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         """Returns the task's score of the answer."""
@@ -84,10 +88,3 @@ class ReasoningGym(SingleTurnEnvironment):
             sample_metrics={"correct": float(score == 1.0), "answered": float(bool(answer))},
             golden_answers={"answer": sample.answer or None},
         )
-
-
-def _to_sample(entry: Mapping[str, Any]) -> Sample:
-    """Returns the question as a sample. The entry is an attribute, because its index must not identify the sample."""
-    sample = Sample(entry["question"], answer="" if entry["answer"] is None else str(entry["answer"]))
-    vars(sample)["entry"] = entry
-    return sample
