@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 from telescope.environments.base import (
@@ -40,7 +39,7 @@ from telescope.environments.serialization import (
     serialize_messages,
     serialize_score,
 )
-from telescope.environments.user_code import maybe_await, settled, take_step, take_steps
+from telescope.environments.user_code import maybe_await, settled, take_steps
 from telescope.errors import RunError, UserError
 
 
@@ -224,7 +223,12 @@ class _TextServices:
 
     async def take_turns(self) -> RewardResult:
         run = _several_turns if isinstance(self._environment, MultiTurnEnvironment) else _single_turn
-        result, _ = await take_steps(run(self._environment, self._sample, self._transcript))
+        steps, loop = run(self._environment, self._sample, self._transcript), asyncio.get_running_loop()
+
+        def wait(value: Awaitable[Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(maybe_await(value), loop).result()
+
+        result, _ = await asyncio.to_thread(take_steps, steps, wait)
         return result
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -244,15 +248,7 @@ def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str 
     with asyncio.Runner() as loop:
         try:
             loop.run(environment.prepare_resources())
-            resume: Callable[[], Any] = partial(next, steps)
-            while True:
-                is_done, result = take_step(resume)
-                if is_done:
-                    return result
-                try:
-                    resume = partial(steps.send, loop.run(maybe_await(result), context=copy_context()))
-                except Exception as error:
-                    resume = partial(steps.throw, error)
+            return take_steps(steps, lambda value: loop.run(maybe_await(value), context=copy_context()))
         finally:
             loop.run(environment.close_resources())
 

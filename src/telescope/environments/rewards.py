@@ -10,14 +10,14 @@ a number, or a number and the golden answer to record. A rubric has no state: it
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.records import RewardResult, RolloutState, Sample
-from telescope.environments.user_code import call_with_declared, gather_or_cancel, maybe_await
+from telescope.environments.serialization import finite_number
+from telescope.environments.user_code import call_with_declared, gather_or_cancel, maybe_await, required_parameters
 from telescope.errors import UserError
 
 ARGUMENTS = ("completion", "sample", "state", "eos_token")
@@ -64,15 +64,11 @@ class Rubric:
         sample (`"answer"`) or a key of its metadata stands for that value, anything else for itself.
         """
         name = str(name or getattr(func, "__name__", type(func).__name__))
-        for parameter in inspect.signature(func).parameters.values():
-            is_needed = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
-            )  # fmt: skip
-            if is_needed and parameter.name not in ARGUMENTS:
-                raise UserError(
-                    f"The rubric's {name!r} needs {parameter.name!r}, but it can take {', '.join(ARGUMENTS)} alone. "
-                    "Take sample, which has prompt, answer and metadata."
-                )
+        if unknown := [parameter for parameter in required_parameters(func) if parameter not in ARGUMENTS]:
+            raise UserError(
+                f"The rubric's {name!r} needs {unknown[0]!r}, but it can take {', '.join(ARGUMENTS)} alone. Take "
+                "sample, which has prompt, answer and metadata."
+            )
         if range_min is not None and range_max is not None and range_min > range_max:
             raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is above range_max {range_max}.")
         chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
@@ -124,7 +120,7 @@ class Rubric:
             if isinstance(value, tuple) and len(value) == 2:
                 value, answer = value
                 golden[term.name] = None if answer is None else str(answer)
-            metrics[term.name] = number = _number(value, term.name)
+            metrics[term.name] = number = finite_number(value, f"the result of the rubric's {term.name!r}")
             counted.append((term.weight or 0.0) * number)
         return RewardResult(
             total_reward=math.fsum(counted),  # rounds once, so that a full reward reaches its maximum
@@ -133,9 +129,3 @@ class Rubric:
             info_turns=list(extra_info_turns or []),
             sample_tags=dict(extra_sample_tags or {}),
         )
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, str) or value is None:
-        raise TypeError(f"the rubric's function {name!r} returned {value!r}, not a number")
-    return float(value)

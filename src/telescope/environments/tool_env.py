@@ -264,8 +264,9 @@ class ToolEnvironment(MultiTurnEnvironment):
             result = self.execute_tool(call)
         except (Exception, SystemExit) as error:  # raised by an override
             result = self._failure(call.name, error)
-        if isinstance(result, ToolResult):
-            result.seconds = time.perf_counter() - started_at
+        if not isinstance(result, ToolResult):
+            return self._settled(call, result)
+        result.seconds = time.perf_counter() - started_at
         return result
 
     async def _respond_later(
@@ -274,21 +275,18 @@ class ToolEnvironment(MultiTurnEnvironment):
         """Awaits all async calls together."""
         token = _state.set(state)
         try:
-            results = await gather_or_cancel(
-                self._settled(call, result) for call, result in zip(calls, pending, strict=True)
-            )
+            results = await gather_or_cancel(map(maybe_await, pending))
         finally:
             _state.reset(token)
         return self._respond(calls, results, state)
 
-    async def _settled(self, call: ToolCall, pending: ToolResult | Awaitable[ToolResult]) -> ToolResult:
+    async def _settled(self, call: ToolCall, pending: Awaitable[ToolResult]) -> ToolResult:
         started_at = time.perf_counter()
         try:
             result = await pending
         except (Exception, SystemExit) as error:
             result = self._failure(call.name, error)
-        if not isinstance(pending, ToolResult):
-            result.seconds = time.perf_counter() - started_at
+        result.seconds = time.perf_counter() - started_at
         return result
 
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:

@@ -48,6 +48,16 @@ def call_with_declared(function: Callable[..., Any], /, *positional: Any, **avai
     return function(*positional, *before_slash, **available)
 
 
+def required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters without a default."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
 async def maybe_await(value: Any) -> Any:
     """Returns the value, awaited if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
@@ -57,8 +67,6 @@ def settled(value: Any) -> Generator[Awaitable[Any], Any, Any]:
     """Waits for a value that may be awaitable. Use it as `result = yield from settled(f())`."""
     return (yield value) if inspect.isawaitable(value) else value
 
-
-T = TypeVar("T")
 
 _AGAIN_SECONDS = 0.5
 """The interrupt repeats at this interval, for code that catches every exception in a loop."""
@@ -113,7 +121,7 @@ def deadline(seconds: float) -> Iterator[None]:
             raise_in(ctypes.c_ulong(thread), None)
 
 
-async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+async def within(seconds: float, awaitable: Awaitable[R]) -> R:
     """Returns the result of `awaitable`. After `seconds`, cancels it and raises `DeadlinePassed`.
 
     Only time in which the event loop was free counts: a tool that waits for 10 ms is not late because synchronous code
@@ -139,7 +147,7 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
             task.exception()  # so that Python does not report it as never retrieved
 
 
-async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_or_cancel(awaitables: Iterable[Awaitable[R]]) -> list[R]:
     """Returns all results in order. If one fails, cancels the others and waits for their end before it raises.
 
     After `asyncio.gather` the others would go on, and use a rollout that has ended.
@@ -193,15 +201,15 @@ def take_step(resume: Callable[[], Any]) -> tuple[bool, Any]:
         return True, end.value
 
 
-async def take_steps(steps: Steps[R]) -> R:
-    """Takes all steps of a call: synchronous code in threads, awaitables in the event loop."""
+def take_steps(steps: Steps[R], wait: Callable[[Awaitable[Any]], Any]) -> R:
+    """Takes all steps of a call in this thread. `wait` runs an awaitable in an event loop, and returns its result."""
     resume: Callable[[], Any] = partial(next, steps)
     while True:
-        is_done, result = await asyncio.to_thread(take_step, resume)
+        is_done, result = take_step(resume)
         if is_done:
             return result
         try:
-            resume = partial(steps.send, await result)
+            resume = partial(steps.send, wait(result))
         except Exception as error:
             resume = partial(steps.throw, error)
 

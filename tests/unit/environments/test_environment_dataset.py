@@ -201,7 +201,6 @@ SENT = {"role": "assistant", "content": "0"}
         ([USER, SENT], 0, "its last message is of the role 'assistant'. End it with"),
         ([SYSTEM], 0, "its last message is of the role 'system'"),
         (f"[{USER}\n {USER}]", 0, "neither JSON nor"),
-        ("q \ud800", 1, r"half a character, '\\ud800'"), ("?", "\ud800", r"half a character, '\\ud800'"),
         ("?", {"value": 5}, "has fields. Name one, as in answer: column.value"),
     ],
 )  # fmt: skip
@@ -395,7 +394,7 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
         ({}, "set path in its kwargs"), ({"path": "notes.txt"}, "no known format. Use a file that ends in .jsonl"),
         ({"path": "other.jsonl"}, r"no prompt \(prompt, .*\)\. It has: a, b\. Set prompt to a column"),
         ({"path": "other.jsonl", "prompt": "a"}, r"no answer .* It has: a, b\. Set answer to a column, or reward"),
-        ({"path": "https://example.com/train.jsonl"}, "is a URL. Download it and give its path, or give the name of"),
+        ({"path": "https://example.com/train.jsonl"}, "there is no file 'https://example.com/train.jsonl'"),
         ({"path": "deep.jsonl"}, "deep.jsonl cannot be read: line 1 is not JSON .*recursion"),
         ({"path": "head.csv"}, "head.csv .* is empty. Give a dataset with rows"),
         ({"path": "train.jsonl", "reward": "fractions:Fraction"}, "fractions has no function 'Fraction'"),

@@ -147,5 +147,5 @@ async def test_invalid_rubrics_are_refused_by_name():
     with pytest.raises(UserError, match="range_min 1, which is above range_max 0"):
         rubric.add_metric(length, range_min=1, range_max=0)
     rubric.add_metric(lambda: "high", name="word")
-    with pytest.raises(TypeError, match="'word' returned 'high', not a number"):
+    with pytest.raises(TypeError, match="the result of the rubric's 'word' is str 'high', not a number"):
         await score(rubric)

@@ -7,7 +7,6 @@ answer in a completion with the row's answer, or is a function with the signatur
 from __future__ import annotations
 
 import inspect
-import json
 import random
 import re
 from collections.abc import Awaitable, Sequence
@@ -16,17 +15,15 @@ from typing import Any, ClassVar, Literal
 from telescope.environments import math_problems
 from telescope.environments.arguments import known_arguments, refuse_unknown
 from telescope.environments.base import GOLD, ChatMessage, Environment, RewardResult, Sample, shares
-from telescope.environments.dataset.functions import call_function, read_reward, refuse_missing_columns
+from telescope.environments.dataset.rewards import call_function, read_reward, read_terms, refuse_missing_columns
 from telescope.environments.dataset.rows import (
     GSM8K,
     choose_columns,
-    list_columns,
     read_assertions,
     read_criteria,
     read_row,
     value_of,
 )
-from telescope.environments.dataset.terms import read_terms
 from telescope.environments.hub import hub_rows
 from telescope.environments.i3_code.environment import INSTRUCTION_PROMPT as CODE_PROMPT
 from telescope.environments.i3_code.environment import I3CodeEnvironment, read_tests
@@ -150,7 +147,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         rows = list(hub_rows("dataset", path, [subset], split or "train", (), otherwise=""))
         if not rows:
             raise UserError(f"dataset: {path} (split {split or 'train'!r}) is empty. Give a dataset with rows.")
-        columns = list_columns(rows)
+        columns = list(dict.fromkeys(column for row in rows for column in row))  # rows of JSON lines may differ
         needs = {"needs_answer": self.terms.needs_answer, "needs_tests": self._code is not None}
         form, prompts, answer, tests = choose_columns(path, rows, columns, prompt, answer, tests=tests, **needs)
         for name, function in self.terms.functions.items():
@@ -171,7 +168,6 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             try:
                 messages, gold = read_row(row, prompts, answer)
                 golds = math_problems.read_golds(gold, is_final=is_final)
-                _refuse_surrogates([messages, golds])
                 if self.terms.judges:
                     self._criteria_of(row)
                 messages, read = self._read_tests(row, tests, number, messages)
@@ -309,15 +305,6 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         result.sample_metrics |= values
         result.total_reward = self.terms.total({"correct": result.total_reward} | values)
         return result
-
-
-def _refuse_surrogates(texts: list[Any]) -> None:
-    r"""Raises `ValueError` for half a character such as JSON's `\ud800`, which tokenizers do not accept."""
-    try:
-        json.dumps(texts, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start : error.end])
-        raise ValueError(f"it has half a character, {half}. Remove it, or write both halves") from None
 
 
 def _is_same(answer: str, gold: str) -> bool:

@@ -193,11 +193,6 @@ def value_of(row: dict[str, Any], column: str) -> Any:
     return value
 
 
-def list_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the columns of all rows in order. Rows of a JSON lines file may have different columns."""
-    return list(dict.fromkeys(column for row in rows for column in row))
-
-
 def choose_columns(
     path: str,
     rows: Sequence[dict[str, Any]],
