@@ -187,12 +187,9 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
     """Returns the parameters in the schema, with annotations, and the name of the state's parameter."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise UserError(f"The annotations of the tool {name!r} cannot be read: {error}.") from error
-    try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError as error:
-        raise UserError(f"The tool {name!r} has no signature ({error}); wrap it into a function.") from error
+    except (NameError, TypeError, ValueError) as error:  # a ValueError of a function of C
+        raise UserError(f"The parameters of the tool {name!r} cannot be read: {error}.") from error
     shown: list[inspect.Parameter] = []
     state_parameter = None
     for parameter in parameters:

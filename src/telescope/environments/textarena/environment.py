@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -68,13 +66,7 @@ class TextArena(Environment):
             except (AssertionError, ValueError, TypeError) as error:  # of wrong players or options
                 problem = " ".join(str(error).split())
         else:
-            spec = ENV_REGISTRY[f"{self.task}-raw"]
-            module, name = str(spec.entry_point).split(":")
-            options = ", ".join(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-            raise UserError(
-                f"The game {self.task!r} refuses {given}: {problem}. Correct them. "
-                f"Its options are: {options or 'none'}."
-            )
+            raise UserError(f"The game {self.task!r} refuses {given}: {problem}. Correct them.")
         if self.opponent is not None and self.players < 2:
             raise UserError(f"The game {self.task!r} has one player; leave out opponent.")
         seeds = range(seed, seed + (size if num_samples < 0 else min(num_samples, size)))
