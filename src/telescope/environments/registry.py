@@ -95,7 +95,7 @@ class Discovery:
 
     def missing_packages(self, source: Source, declared: str) -> list[str]:
         """Returns the packages of REQUIRED_PACKAGES or OPTIONAL_PACKAGES that are missing. Imports nothing."""
-        packages = _declared_packages(source.file).get(declared, []) if source.file else []
+        packages = _declared_packages(source.file, declared) if source.file else []
         return [package for package in packages if not _is_installed(package)]
 
     def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
@@ -156,8 +156,12 @@ class Discovery:
     def _import(self, source: Source) -> ModuleType:
         try:
             if source.folder is not None:
-                _install_package(source.folder)
-                _install_alias(f"{self.package}.{source.folder.name}", sys.modules[_synthetic_package(source.folder)])
+                package, name = _install_package(source.folder), source.folder.name
+                alias = f"{self.package}.{name}"
+                if name.isidentifier() and alias not in sys.modules and importlib.util.find_spec(alias) is None:
+                    # The folder may import itself like a shipped one: `telescope.environments.<folder>.helper`.
+                    sys.modules[alias] = package
+                    setattr(sys.modules[self.package], name, package)
             return importlib.import_module(source.module)
         except UserError:
             raise
@@ -206,28 +210,27 @@ def _file_of(module: str, what: str) -> Path | None:
     return Path(spec.origin) if spec.has_location and spec.origin else None
 
 
-def _declared_packages(file: Path) -> dict[str, list[str]]:
-    """Reads the module-level lists REQUIRED_PACKAGES and OPTIONAL_PACKAGES without importing the module."""
+def _declared_packages(file: Path, wanted: str) -> list[str]:
+    """Reads the module-level list REQUIRED_PACKAGES or OPTIONAL_PACKAGES without importing the module."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))  # bytes, for a byte order mark or another encoding
     except SyntaxError as error:
         place = f"{file}:{error.lineno}" if error.lineno else str(file)
         raise UserError(f"{place}: {error.msg}.") from error
-    declared: dict[str, list[str]] = {}
     for node in tree.body:
         match node:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ) if name in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"):
+            ) if name == wanted:
                 items = None
                 with contextlib.suppress(ValueError):
                     items = ast.literal_eval(value)
                 if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
                     place = f"{file}:{value.lineno}"
                     raise UserError(f"{place}: {name} must be a list of strings written out in place.")
-                declared[name] = list(items)
-    return declared
+                return list(items)
+    return []
 
 
 def _is_installed(requirement: str) -> bool:
@@ -243,11 +246,11 @@ def _synthetic_package(folder: Path) -> str:
     return f"telescope_folder_{re.sub(r'[^0-9A-Za-z_]', '_', folder.name)}_{digest}"
 
 
-def _install_package(folder: Path) -> None:
-    """Makes the folder importable under its synthetic name, for relative imports."""
+def _install_package(folder: Path) -> ModuleType:
+    """Makes the folder importable under its synthetic name, for relative imports. Returns its package."""
     name = _synthetic_package(folder)
     if name in sys.modules:
-        return
+        return sys.modules[name]
     initial = folder / "__init__.py"
     spec = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
     assert spec is not None and spec.loader is not None
@@ -258,14 +261,7 @@ def _install_package(folder: Path) -> None:
         except BaseException:
             del sys.modules[name]
             raise
-
-
-def _install_alias(name: str, package: ModuleType) -> None:
-    """Lets a folder import itself like a shipped one: `telescope.environments.<folder>.helper`."""
-    parent, _, folder = name.rpartition(".")
-    if parent in sys.modules and name not in sys.modules and importlib.util.find_spec(name) is None:
-        sys.modules[name] = package
-        setattr(sys.modules[parent], folder, package)
+    return package
 
 
 ENVIRONMENTS = Discovery("environment", "telescope.environments", Environment)

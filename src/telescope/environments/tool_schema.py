@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NotRequired, Optional, Required, Uni
 
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from telescope.environments.records import RolloutState
@@ -48,8 +48,20 @@ class Tool:
         self.parameters, self.state_parameter = _shown_parameters(function, self.name)
         self._fields: dict[str, str] = {}
         description, described = _read_docstring(inspect.getdoc(function) or "")
-        self._model = self._build_model(described)
-        self.schema = self._build_schema(description)
+        try:
+            self._model = self._build_model(described)
+            parameters = self._model.model_json_schema(by_alias=True)
+        except (PydanticUserError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"The tool {self.name!r} has a parameter that JSON cannot express ({reason}). Annotate it with a plain "
+                "type: str, int, float, bool, list, dict, Literal, Optional, an Enum, a dataclass or a pydantic model."
+            ) from error
+        parameters = _inlined(parameters, parameters.pop("$defs", {}), ())
+        if parameters.get("additionalProperties") is False:
+            del parameters["additionalProperties"]  # useless to a model, and costs tokens in every prompt
+        schema = {"name": self.name, "description": description, "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": schema}
 
     def bind(self, arguments: Any, state: RolloutState | None = None) -> inspect.BoundArguments:
         """Returns the arguments of one call, converted to the annotated types.
@@ -130,28 +142,7 @@ class Tool:
             fields[f"p{number}"] = (annotation, Field(default, **options))
             self._fields[f"p{number}"] = parameter.name
         config = ConfigDict(extra="allow" if takes_more else "forbid", coerce_numbers_to_str=True)
-        try:
-            return create_model(self.name, __config__=config, **fields)
-        except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
-            raise self._unusable(error) from error
-
-    def _build_schema(self, description: str) -> dict[str, Any]:
-        try:
-            parameters = self._model.model_json_schema(by_alias=True)
-        except PydanticUserError as error:
-            raise self._unusable(error) from error
-        parameters = _inlined(parameters, parameters.pop("$defs", {}), ())
-        if parameters.get("additionalProperties") is False:
-            del parameters["additionalProperties"]  # useless to a model, and costs tokens in every prompt
-        function = {"name": self.name, "description": description, "parameters": parameters}
-        return {"type": "function", "function": function}
-
-    def _unusable(self, error: Exception) -> UserError:
-        reason = str(error).splitlines()[0]
-        return UserError(
-            f"The tool {self.name!r} has a parameter that JSON cannot express ({reason}). Annotate it with a plain "
-            "type: str, int, float, bool, list, dict, Literal, Optional, an Enum, a dataclass or a pydantic model."
-        )
+        return create_model(self.name, __config__=config, **fields)
 
 
 def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -233,8 +224,7 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
         return [_inlined(item, definitions, open_names) for item in node]
     if not isinstance(node, dict):
         return node
-    reference = node.get("$ref")
-    if isinstance(reference, str):
+    if reference := node.get("$ref"):
         name = reference.rpartition("/")[2]
         beside = {key: value for key, value in node.items() if key != "$ref"}
         target = {"type": "object"} if name in open_names else definitions[name]
