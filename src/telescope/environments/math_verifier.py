@@ -10,6 +10,7 @@ The child reads JSON. For `[expected, answer]` it writes whether they are equal,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -74,19 +75,16 @@ class _Checker:
     def ask(self, texts: list[str], timeout_seconds: float) -> bool | str | None:
         """Returns the child's result. None if it takes too long or exits."""
         with self._lock:
-            connection = self._running()
+            connection, is_done = self._running(), False
             reply: bool | str | None = None
             try:
-                connection.send_bytes(json.dumps(texts).encode())
-                if connection.poll(timeout_seconds):
-                    reply = json.loads(connection.recv_bytes())
-                else:
+                with contextlib.suppress(EOFError, OSError):  # the child exited
+                    connection.send_bytes(json.dumps(texts).encode())
+                    if connection.poll(timeout_seconds):
+                        reply, is_done = json.loads(connection.recv_bytes()), True
+            finally:
+                if not is_done:  # after a timeout of the caller too: an unread answer would stay in the pipe
                     self._end()
-            except (EOFError, OSError):  # the child exited
-                self._end()
-            except BaseException:  # after a timeout of the caller, an unread answer would stay in the pipe
-                self._end()
-                raise
             return reply
 
     def _running(self) -> Connection:
@@ -100,15 +98,14 @@ class _Checker:
             # Output of libraries must not reach the standard output of this process, which may be a pipe.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[other.fileno()])
         self._child, self._owner = (process, connection), os.getpid()
+        is_ready = False
         try:
-            is_ready = connection.poll(START_SECONDS) and connection.recv_bytes() == b"ready"
-        except EOFError:
-            is_ready = False
-        except BaseException:
-            self._end()
-            raise
+            with contextlib.suppress(EOFError):
+                is_ready = connection.poll(START_SECONDS) and connection.recv_bytes() == b"ready"
+        finally:
+            if not is_ready:
+                self._end()
         if not is_ready:
-            self._end()
             raise InfrastructureError("the process that compares math answers did not start; its error is in the log")
         return connection
 
