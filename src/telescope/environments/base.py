@@ -129,6 +129,7 @@ class Environment(Dataset):
     that is scored still ends with the end token, if the model wrote one).
     """
 
+    is_multi_turn: bool = False
     reward_min: float | None = None
     reward_max: float | None = None
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {}
@@ -172,10 +173,6 @@ class Environment(Dataset):
         refuse_misspelled(type(self), kwargs, Environment)
         self._load_arguments = load_arguments(type(self), kwargs, Environment)
         set_attributes(self, {key: value for key, value in kwargs.items() if key not in self._load_arguments})
-
-    @property
-    def is_multi_turn(self) -> bool:
-        return False
 
     async def rollout(self, sample: Sample, context: RolloutContext) -> RewardResult:
         """Runs one sample from its prompt to its score. By default it runs the turn loop and `compute_reward`.
@@ -313,6 +310,7 @@ class MultiTurnEnvironment(Environment):
     `add_thinking_prefix` every prompt ends with `<think>`, which becomes the start of the answer.
     """
 
+    is_multi_turn = True
     max_turns: int = int(DEFAULT_TURNS)
     system_prompt: str | None = None
     template_tools: list[dict[str, Any]] | None = None
@@ -326,10 +324,6 @@ class MultiTurnEnvironment(Environment):
             self.max_turns = max_turns
         if system_prompt is not None:
             self.system_prompt = system_prompt
-
-    @property
-    def is_multi_turn(self) -> bool:
-        return True
 
     @property
     def role_of_replies(self) -> str:
