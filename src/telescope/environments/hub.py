@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 Columns = Sequence[Sequence[str]]
 """Required columns of a dataset. Each entry lists alternatives."""
 
-OWN = "or set dataset: own for the few that ship with Telescope"
-
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 NOT_DATA = re.compile(r"(.*/)?(\..*|node_modules/.*|(package(-lock)?|tsconfig[^/]*)\.json)")  # relative paths
 
@@ -36,7 +34,7 @@ def hub_rows(
     columns: Columns,
     *,
     only: bool = False,
-    otherwise: str = OWN,
+    otherwise: str = "or set dataset: own for the few that ship with Telescope",
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of all `subsets`, one after the other, or the rows of the local file or folder `name`.
 
@@ -94,7 +92,7 @@ def is_local(name: str) -> bool:
     return path.exists() or path.suffix in SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def read_local(owner: str, name: str, split: str | None, subset: str | None = None) -> Iterator[dict[str, Any]]:
+def read_local(owner: str, name: str, split: str | None, subset: str | None) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, or of a split's files in a folder. A subset is a subfolder.
 
     A single file is the split `train`, unless it is a JSON object with a list of rows per split. Raises `UserError` for

@@ -87,7 +87,13 @@ def roll_out_item(
         run = _agent
     elif isinstance(environment, MultiTurnEnvironment):
         run = _several_turns
-    result, end_reason = _finish(environment, run(environment, environment.get_sample(index), transcript))
+    steps = run(environment, environment.get_sample(index), transcript)
+    with asyncio.Runner() as loop:  # for awaitables; synchronous code runs outside of it, as in a worker
+        try:
+            loop.run(environment.prepare_resources())
+            result, end_reason = take_steps(steps, lambda value: loop.run(maybe_await(value), context=copy_context()))
+        finally:
+            loop.run(environment.close_resources())
     score = serialize_score(result, for_eval=False, method="rollout" if is_agent(environment) else None)
     return LocalRollout(transcript.messages, score, transcript.num_answers, end_reason)
 
@@ -238,19 +244,6 @@ class _TextServices:
         )
 
     judge = sandbox = held = base_url = _refuse
-
-
-def _finish(environment: Environment, steps: Scored) -> tuple[RewardResult, str | None]:
-    """Runs all steps as a worker does. Prepares the environment's resources before and closes them after.
-
-    Awaitables run in a new event loop, synchronous code outside it.
-    """
-    with asyncio.Runner() as loop:
-        try:
-            loop.run(environment.prepare_resources())
-            return take_steps(steps, lambda value: loop.run(maybe_await(value), context=copy_context()))
-        finally:
-            loop.run(environment.close_resources())
 
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
