@@ -14,7 +14,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,23 +25,14 @@ from telescope.utils.text import did_you_mean, is_misspelled
 
 def known_arguments(cls: type, root: type) -> set[str]:
     """Returns the names that the constructor, `load_dataset`, the constructor of `root` or `make_environment` takes."""
-    named = [arguments_of(cls, method, root).names for method in ("__init__", "load_dataset")]
+    named = [arguments_of(cls, method, root) for method in ("__init__", "load_dataset")]
     return set().union(*named, _named_parameters(vars(root)["__init__"]), getattr(cls, "arguments_of_registry", ()))
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Returns the arguments in `given` that `cls.load_dataset` takes."""
-    known = arguments_of(cls, "load_dataset", root).names
+    known = arguments_of(cls, "load_dataset", root)
     return {name: value for name, value in given.items() if name in known}
-
-
-def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
-    """Raises `UserError` for a misspelled argument, or for one that the class sets itself."""
-    known = known_arguments(cls, root)
-    refuse_near_misses(given, known, called or cls.__name__)
-    fixed = [name for name in given if name not in known and name in arguments_of(cls, "__init__", root).fixed]
-    if fixed:
-        raise UserError(f"{called or cls.__name__} has no keyword argument {fixed[0]!r}: its class sets it.")
 
 
 def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
@@ -97,9 +87,10 @@ def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> A
     refuse_wrong_types(cls, given, root, called=f"The {root.__name__.lower()} {name!r}")
     constructor = arguments_of(cls, "__init__", root)
     loads = load_arguments(cls, given, root)
-    others = {key: value for key, value in given.items() if key not in constructor.names and key not in loads}
-    passed = {key: value for key, value in given.items() if key in constructor.names}
-    passed |= others if constructor.reaches_root else {}
+    others = {key: value for key, value in given.items() if key not in constructor and key not in loads}
+    passed = {key: value for key, value in given.items() if key in constructor}
+    reaches_root = all(_rest_of(vars(owner)["__init__"]) for owner in _owners(cls, "__init__", root))
+    passed |= others if reaches_root else {}
     try:
         inspect.signature(cls).bind(**passed)
     except TypeError as error:
@@ -136,35 +127,28 @@ def _owners(cls: type, method: str, root: type) -> list[type]:
     return owners
 
 
-@dataclass(slots=True)
-class Arguments:
-    """The keyword arguments of a method of a class."""
+def arguments_of(cls: type, method: str, root: type) -> set[str]:
+    """Returns the keyword arguments of all definitions of `method` below `root`, as long as each passes `**kwargs` on.
 
-    names: set[str]
-    """Names that the method takes. A constructor that passes `**kwargs` on to the root takes those of the root too."""
-    fixed: set[str]
-    """Arguments of a base class that a subclass sets itself."""
-    reaches_root: bool
-    """Whether all definitions up to the root pass `**kwargs` on."""
-
-
-def arguments_of(cls: type, method: str, root: type) -> Arguments:
-    """Returns the parameters of all definitions of `method` below `root`."""
+    A constructor that passes them on to the root takes those of the root too. Arguments of a base class that a subclass
+    sets itself are left out.
+    """
     names: set[str] = set()
     fixed: set[str] = set()
     for owner in _owners(cls, method, root):
         function = vars(owner)[method]
         named = _named_parameters(function)
         names.update(named - fixed)
-        parameters = inspect.signature(function).parameters.values()
-        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-        if rest is None:
-            return Arguments(names, fixed, reaches_root=False)
+        if (rest := _rest_of(function)) is None:
+            return names
         names.update(_literal_reads(function, rest))
         fixed |= _given_beside(function, rest) - named
-    if method == "__init__":
-        names.update(_named_parameters(vars(root)["__init__"]) - fixed)
-    return Arguments(names, fixed, reaches_root=True)
+    return names | (_named_parameters(vars(root)["__init__"]) - fixed) if method == "__init__" else names
+
+
+def _rest_of(function: Callable[..., Any]) -> str | None:
+    """Returns the name of the parameter `**kwargs`, if there is one."""
+    return next((p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
 
 def _named_parameters(function: Callable[..., Any]) -> set[str]:

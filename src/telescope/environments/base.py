@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from telescope.environments.arguments import load_arguments, refuse_misspelled, set_attributes
+from telescope.environments.arguments import known_arguments, load_arguments, refuse_near_misses, set_attributes
 from telescope.environments.records import (
     ENV_NAME_KEY,
     ChatMessage,
@@ -170,7 +170,7 @@ class Environment(Dataset):
             from telescope.environments.judge import Judge
 
             self.judge = Judge.of(judge)
-        refuse_misspelled(type(self), kwargs, Environment)
+        refuse_near_misses(kwargs, known_arguments(type(self), Environment), type(self).__name__)
         self._load_arguments = load_arguments(type(self), kwargs, Environment)
         set_attributes(self, {key: value for key, value in kwargs.items() if key not in self._load_arguments})
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from telescope.environments.arguments import arguments_of, instantiate, known_arguments, refuse_misspelled
+from telescope.environments.arguments import arguments_of, instantiate, known_arguments, refuse_near_misses
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, is_agent
 from telescope.environments.user_code import describe_error, load_function
 from telescope.errors import UserError
@@ -344,13 +344,13 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     `mcp_tools`. A single-turn environment with tools becomes a `ToolEnvironment`.
     """
     tools = kwargs.get("tools")
-    if isinstance(tools, str | dict) and "tools" not in arguments_of(cls, "__init__", Environment).names:
+    if isinstance(tools, str | dict) and "tools" not in arguments_of(cls, "__init__", Environment):
         raise UserError(f"The environment {name!r}: tools is {tools!r}; write a list: tools: [{tools}].")
     if isinstance(tools, list) and tools:
         use = f"{name}: the tool"
         tools = [load_function(tool, use) if isinstance(tool, str) and ":" in tool else tool for tool in tools]
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
-    refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
+    refuse_near_misses(kwargs, known_arguments(cls, Environment), f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
     refuse_other_parameters(environment, name, "compute_reward", environment.is_multi_turn)
     refuse_other_parameters(environment, name, "compute_eval_metrics", environment.is_multi_turn)
@@ -385,7 +385,7 @@ def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:
     from telescope.environments.tool_env import SingleTurnTools, ToolEnvironment
 
     mixins: list[type] = []
-    if "tools" not in arguments_of(cls, "__init__", Environment).names and issubclass(cls, SingleTurnEnvironment):
+    if "tools" not in arguments_of(cls, "__init__", Environment) and issubclass(cls, SingleTurnEnvironment):
         mixins.append(SingleTurnTools)
     if mixins or issubclass(cls, ToolEnvironment):
         for mixin, form in ((SandboxTools, str), (McpTools, dict)):

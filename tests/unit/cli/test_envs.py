@@ -183,7 +183,7 @@ def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(
     assert code == 0 and "max_turns = 10" in out and "\n  tools" not in out
     assert "It has no description." in out and "class Own" in out
     code, _, err = run(capsys, "try", "own", "--path", str(tmp_path), "--set", "tools=[]", "--answer", "x")
-    assert code == 2 and "no keyword argument 'tools'" in err
+    assert code == 2 and "multiple values for keyword argument 'tools'" in err
 
 
 def test_describe_shows_what_the_class_sets_for_a_null(capsys, tmp_path):

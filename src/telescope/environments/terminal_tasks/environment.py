@@ -117,8 +117,6 @@ class TerminalTasksEnvironment(SandboxTools, ToolEnvironment):
     async def shell(self, command: str, state: RolloutState) -> ToolResult:
         return await super().shell(self.task_of(state).exports + command, state)
 
-    shell.__doc__ = SandboxTools.shell.__doc__
-
     async def upload(self, handle: SandboxHandle, files: Files) -> None:
         """Writes files into a sandbox."""
         for path, content in files.items():
