@@ -20,12 +20,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from command_line import fields_of, parser_of, require_gpus, show
 from end_to_end import results_of, thrown_away
 from forced_lengths import Lengths
-from measure import require_gpus
-from rich.console import Console
-from rich.table import Table
-from whole_run import Case, WholeRun, add_case_arguments, fields_of
+from whole_run import Case, WholeRun, add_case_arguments
 
 LENGTHS = Lengths(500, 3100)
 CASES = ("2:8", "4:8", "3:8", "6:8", "4:-1", "3:-1", "2:-1")
@@ -61,13 +59,13 @@ def main() -> int:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             results[name] = numbers_of(run, arguments.warm_up)
-        show(results)
-        case.report("async_window", results)
+        print_results(results)
+        case.report(results=results)
     return int(any(name not in results for name in arguments.cases))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "the tiny model on the CPU")
     add_case_arguments(parser, port=8890)
     parser.set_defaults(warm_up=6)
     add = parser.add_argument
@@ -98,35 +96,21 @@ def numbers_of(run: WholeRun, warm_up: int) -> dict[str, Any]:
     return {**results, **discarded, "token_age_mean": statistics.mean(ages), "token_age_max": max(oldest)}
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table("ahead:bound", title="How far generation runs ahead")
-    columns = (
-        "steps/h",
-        "trainer waiting",
-        "engine idle",
-        "running",
-        "age, mean",
-        "oldest",
-        "discarded",
-        "steps",
-        "tokens",
-    )
-    for title in columns:
-        table.add_column(title, justify="right")
-    for name, result in sorted(results.items()):
-        table.add_row(
-            name,
-            f"{result['steps_per_hour']:,.0f}",
-            f"{result['trainer_waiting']:.1%}",
-            f"{result['engine_idle']:.1%}",
-            f"{statistics.mean(result['running_mean']):.0f}",
-            f"{result['token_age_mean']:.2f}",
-            f"{result['token_age_max']:.0f}",
-            f"{result['thrown_away']:.2%}",
-            str(result["steps"]),
-            f"{result['tokens_per_sample']:,.0f}",
+def print_results(results: dict[str, dict[str, Any]]) -> None:
+    titles = (
+        "ahead:bound", "steps/h", "trainer waiting", "engine idle", "running", "age, mean", "oldest", "discarded",
+        "steps", "tokens",
+    )  # fmt: skip
+    rows = [
+        (
+            name, f"{result['steps_per_hour']:,.0f}", f"{result['trainer_waiting']:.1%}",
+            f"{result['engine_idle']:.1%}", f"{statistics.mean(result['running_mean']):.0f}",
+            f"{result['token_age_mean']:.2f}", f"{result['token_age_max']:.0f}", f"{result['thrown_away']:.2%}",
+            str(result["steps"]), f"{result['tokens_per_sample']:,.0f}",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        for name, result in sorted(results.items())
+    ]  # fmt: skip
+    show(titles, rows, "How far generation runs ahead")
 
 
 if __name__ == "__main__":

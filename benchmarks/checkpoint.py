@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -31,77 +30,62 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from measure import positive, provenance, require_gpus
-from rich.console import Console
-from rich.table import Table
+from command_line import command, parser_of, positive, require_gpus, show, write_json
+from measure import provenance
+from random_model import SHAPES, prepare_model
 from tests.fakes.client import metrics_of
-from trainer import gpu_name, write_model
-from weight_sync import MORE_SHAPES, SHAPES, configuration, finish_model, load, print_logs, start_parts
+from trainer_case import random_samples
+from weight_sync import add_set, configuration, print_logs, start_parts
 
-from telescope.cluster.reaper import Reaper
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
 from telescope.orchestrator.conversion import convert
 from telescope.orchestrator.run_components import RunComponents
-from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
-from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import choose_device
 
-ALL_SHAPES: dict[str, dict[str, Any]] = {
-    **SHAPES,
-    **MORE_SHAPES,
-    "60m": MORE_SHAPES["tiny"] | {
-        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
-    },
-}  # fmt: skip
 POLL_SECONDS = 0.05
 """Resolution of the time without a new token."""
 BLOCK_BYTES = 64 << 20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES))
-    parser.add_argument("--engines", type=positive, default=1)
+    parser = parser_of(__doc__, "small shapes on the CPU")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
     parser.add_argument("--trainers", nargs="+", type=positive, help="numbers of ranks")
     parser.add_argument("--saves", type=positive, default=3, help="measured checkpoints of each case")
-    parser.add_argument("--requests", type=positive, default=32, help="in flight on each engine")
     parser.add_argument("--dir", type=Path, help="where checkpoints are written, by default the temporary folder")
-    parser.add_argument(
-        "--set", nargs="*", action="extend", default=[], metavar="FIELD=VALUE", help="more configuration fields"
-    )
-    parser.add_argument("--quick", action="store_true", help="small shapes on the CPU")
-    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    add_set(parser)
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     arguments.shapes = arguments.shapes or (["tiny", "60m"] if arguments.quick else ["4b"])
     arguments.trainers = arguments.trainers or ([1, 2] if arguments.quick else [1])
-    if arguments.quick:
-        arguments.requests = 4
     device = choose_device("cpu" if arguments.quick else "auto", 0)
-    report: dict[str, Any] = {
-        "where": provenance(["torch", "transformers", "ray"]) | {"gpu": gpu_name(device)},
-        "command": " ".join(["benchmarks/checkpoint.py", *sys.argv[1:]]),
-        "cases": [],
-    }
+    rows: list[dict[str, Any]] = []
+    report = {"where": provenance(["torch", "transformers", "ray"]), "command": command()}
     for shape in arguments.shapes:
-        with tempfile.TemporaryDirectory() as model:
-            write_model(ALL_SHAPES[shape], Path(model), device)
-            finish_model(Path(model))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # leaves the GPU to the other processes
+        with tempfile.TemporaryDirectory() as folder:
+            model = prepare_model(Path(folder), shape)
             for num_ranks in arguments.trainers:
-                row = asyncio.run(measure(shape, model, num_ranks, device, arguments))
-                report["cases"].append(row)
-                print(json.dumps(row), flush=True)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_table(report)
+                rows.append(asyncio.run(measure(shape, str(model), num_ranks, device, arguments)))
+                print(rows[-1], flush=True)
+                write_json(arguments.json, report | {"cases": rows})
+    seconds = ("pause", "durable", "generation", "generation_without")
+    speeds = ("gigabytes_per_second", "disk_gigabytes_per_second")
+    show(
+        ("shape", "ranks", "GB", "pause", "durable", "no token: with", "without", "convert GB/s", "disk GB/s"),
+        [
+            (
+                row["shape"], str(row["ranks"]), f"{row['gigabytes']:.2f}",
+                *(f"{row['median_seconds'][name]:.2f} s" for name in seconds),
+                *(f"{row['conversion'][name]:.2f}" for name in speeds),
+            )
+            for row in rows
+        ],
+        width=140,
+    )  # fmt: skip
     return 0
 
 
@@ -112,23 +96,20 @@ async def measure(
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.dir)))
         stack.push(lambda kind, error, traceback: print_logs(folder / "run" / "logs") if error else None)
-        shares = device.type == "cuda" and torch.cuda.device_count() < num_ranks + arguments.engines
-        fields = argparse.Namespace(
-            engines=arguments.engines, trainers=num_ranks, requests=arguments.requests, bucket_mb=256,
-            set=[
-                "checkpoint_every=1", "checkpoint_keep_last=1", f"share_gpus={str(shares).lower()}",
-                "compare_first_steps=0",  # the step's logprobs are random
-                *arguments.set,
-            ],
-        )  # fmt: skip
-        config = configuration(model, device, str(folder / "run"), fields)
-        reaper = stack.enter_context(Reaper())
-        directory = RunDirectory.create(config, [])
-        stack.enter_context(directory.open_record(console=False))
+        shares = device.type == "cuda" and torch.cuda.device_count() <= num_ranks
+        settings = [
+            "checkpoint_every=1", "checkpoint_keep_last=1", f"share_gpus={str(shares).lower()}",
+            "compare_first_steps=0",  # the step's logprobs are random
+            *arguments.set,
+        ]  # fmt: skip
+        requests = 4 if arguments.quick else 32
+        config = configuration(model, device, str(folder / "run"), 1, num_ranks, requests, settings)
         status = RunStatus("checkpoint", 0)
-        parts = await start_parts(shape, config, directory, status, stack, reaper)
-        await stack.enter_async_context(load(parts, arguments.requests))
-        await parts.trainer.train_step(random_step(num_ranks, ALL_SHAPES[shape]["vocab_size"]))
+        parts = await start_parts(shape, config, status, requests, stack)
+        # Two short samples for each rank make the optimizer's state.
+        samples = random_samples([64] * 2 * num_ranks, SHAPES[shape]["vocab_size"])
+        step_input = pack_step(samples, step=0, version=0, seq_len=64, num_ranks=num_ranks, pad_to_multiple_of=64)
+        await parts.trainer.train_step(step_input)
         checkpoints = CheckpointFolder(folder / "checkpoints")
         checkpointer = Checkpointer(config, checkpoints, parts.trainer, status, directory)
         saves = [await save(step, parts, checkpointer) for step in range(1, arguments.saves + 2)]
@@ -145,27 +126,6 @@ async def measure(
             "first_seconds": {name: round(value, 3) for name, value in saves[0].items()},
             "conversion": await asyncio.to_thread(measure_conversion, newest, folder / "converted"),
         }
-
-
-def random_step(num_ranks: int, vocab_size: int) -> list[StepInput]:
-    """Returns a training step of two short samples for each rank: it makes the optimizer's state."""
-    rng = np.random.default_rng(0)
-    trained_L = np.arange(64) > 0
-    samples = [
-        TrainSample(
-            sample_id=f"s{index}",
-            group_id=index,
-            environment="countdown",
-            token_ids_L=rng.integers(0, vocab_size, 64),
-            trained_L=trained_L,
-            engine_logprob_L=np.where(trained_L, -np.log(vocab_size), 0.0),
-            version_L=np.where(trained_L, 0, -1),
-            reward=0.0,
-            advantage=float(rng.normal()),
-        )
-        for index in range(2 * num_ranks)
-    ]
-    return pack_step(samples, step=0, version=0, seq_len=64, num_ranks=num_ranks, pad_to_multiple_of=64)
 
 
 async def save(step: int, parts: RunComponents, checkpointer: Checkpointer) -> dict[str, float]:
@@ -248,23 +208,6 @@ def plain_write_seconds(path: Path, num_bytes: int) -> float:
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def print_table(report: dict[str, Any]) -> None:
-    table = Table(
-        "shape", "ranks", "GB", "pause", "durable", "no token: with", "without", "convert GB/s", "disk GB/s", box=None
-    )
-    for case in report["cases"]:
-        seconds, conversion = case["median_seconds"], case["conversion"]
-        table.add_row(
-            case["shape"],
-            str(case["ranks"]),
-            f"{case['gigabytes']:.2f}",
-            *(f"{seconds[name]:.2f} s" for name in ("pause", "durable", "generation", "generation_without")),
-            f"{conversion['gigabytes_per_second']:.2f}",
-            f"{conversion['disk_gigabytes_per_second']:.2f}",
-        )
-    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

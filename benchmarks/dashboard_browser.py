@@ -9,7 +9,6 @@ effect. Frames come every 16.7 ms.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +16,9 @@ from typing import Any
 
 import psutil
 from playwright.sync_api import Browser, Page
+from tests.browser import DashboardProcess, open_browser
 
 from telescope.dashboard.tables import COMPRESS_SECONDS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.browser import DashboardProcess, open_browser
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")
 CALM_MS = 500

@@ -1,12 +1,13 @@
 """Runs the demo for benchmarks, with a resumable results file.
 
-Owns the start of a run, the settings that distinguish two runs, and the file. Does not own the comparison. A result is
+Owns the start of a run, the settings that distinguish two runs, the file, and the table of gains. A result is
 stored under its settings, which do not include the commit: the file has the commit of every result, so an interrupted
 benchmark resumes even with other code.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -19,8 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, positive
 from measure import REPOSITORY, provenance
-from whole_run import gpu_names, packages
+from rich.console import Console
+from rich.table import Table
+from whole_run import packages
 
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_model, ensure_tiny_model
@@ -69,6 +73,20 @@ class DemoRun:
         return {name: value for name, value in summary.items() if name not in NOT_KEPT}
 
 
+def fields_of_environment(name: str, num_items: int, **kwargs: Any) -> dict[str, Any]:
+    """Returns the fields of a run that trains on an environment and evaluates items unseen by training and warm
+    start."""
+    held_out = {
+        "name": name, "kwargs": {**kwargs, "portion": "heldout"}, "num_samples": num_items,
+        "separate_eval_samples": True, "temperature": 1.0,
+    }  # fmt: skip
+    return {
+        "environments": [{"name": name, "kwargs": {**kwargs, "portion": "train"}}],
+        "environments_path": ["benchmarks/environments"],
+        "evals": [held_out],
+    }
+
+
 def heldout_turns(run_dir: Path) -> dict[str, list[float]]:
     """Returns the share of held-out conversations with a right first, second, ... turn before and after training.
 
@@ -114,16 +132,25 @@ class ResultsFile:
         return result
 
 
-def run_all(runs: Sequence[DemoRun], *, path: Path | None, port: int) -> list[dict[str, Any]]:
-    """Returns the results of all `runs` in order; results in `path` are reused."""
-    file = ResultsFile(path)
+def parser_of_runs(description: str | None, quick: str, steps: str) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments of a benchmark that trains the demo."""
+    parser = parser_of(description, quick)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of model and run")
+    parser.add_argument("--steps", type=positive, help=f"training steps (default: {steps})")
+    parser.add_argument("--port", type=int, default=8100, help="inference_base_port")
+    return parser
+
+
+def run_all(runs: Sequence[DemoRun], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the results of all `runs` in order; those in --json are reused."""
+    file = ResultsFile(arguments.json)
     results = []
     for number, run in enumerate(runs, start=1):
         result = file.find(run)
         if result is None:
             print(f"== run {number} of {len(runs)}: {run.settings}", flush=True)
-            where = provenance(packages()) | ({"gpus": names} if (names := gpu_names()) else {})
-            result = file.add(run, run.train(port), where)
+            where = provenance(packages())
+            result = file.add(run, run.train(arguments.port), where)
         results.append(result)
     return results
 
@@ -133,16 +160,27 @@ def gain(result: dict[str, Any]) -> float:
     return float(result["heldout_after"] - result["heldout_before"])
 
 
-def accuracy_cells(result: dict[str, Any]) -> list[str]:
-    """Returns a table row: before, after, gain, steps, seconds of training and of the whole run."""
-    return [
-        f"{result['heldout_before']:.3f}",
-        f"{result['heldout_after']:.3f}",
-        f"{gain(result):+.3f}",
-        str(result["steps"]),
-        f"{result['training_seconds']:.0f}",
-        f"{result['seconds']:.0f}",
-    ]
-
-
-ACCURACY_COLUMNS = ("before", "after", "gain", "steps", "training s", "whole run s")
+def compare(what: str, named: Sequence[tuple[str, DemoRun]], arguments: argparse.Namespace, aim: float) -> int:
+    """Trains the runs and prints accuracies by name and seed, in red below the aim; returns the exit code."""
+    results = run_all([run for _, run in named], arguments)
+    table = Table(what, "seed", "before", "after", "gain", "steps", "training s", "whole run s", "right by turn")
+    gains: dict[str, list[float]] = {}
+    for (name, run), result in sorted(zip(named, results, strict=True), key=lambda row: row[0][0]):
+        gains.setdefault(name, []).append(gain(result))
+        by_turn = [
+            " ".join(f"{share:.2f}" for share in result.get(f"heldout_turns_{when}", ()))
+            for when in ("before", "after")
+        ]
+        table.add_row(
+            name, str(run.seed), f"{result['heldout_before']:.3f}", f"{result['heldout_after']:.3f}",
+            f"{gain(result):+.3f}", str(result["steps"]), f"{result['training_seconds']:.0f}",
+            f"{result['seconds']:.0f}", " to ".join(filter(None, by_turn)),
+            style="red" if gain(result) < aim else None,
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    for name, of_name in gains.items():
+        console.print(f"{name}: median gain {statistics.median(of_name):+.3f}, smallest {min(of_name):+.3f}")
+    temperature, items = results[0]["heldout_temperature"], results[0]["heldout_items"]
+    console.print(f"aim {aim:+.2f} each; {items} held-out items at temperature {temperature:g}")
+    return int(min(map(gain, results)) < aim and not arguments.quick)

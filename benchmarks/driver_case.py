@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers
-from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile
+from measure import (
+    LagMeter,
+    TimedSelector,
+    cpu_seconds,
+    cpu_seconds_of,
+    lag_numbers,
+    lag_of_turns,
+    peak_rss_mib,
+    sleep_beside,
+)  # fmt: skip
 from tests.fakes.app import AnswerWriter
 from tests.fakes.client import ask_for_json
 from tests.fakes.engine import FakeEngineSettings, FakeRequest
@@ -134,24 +143,24 @@ async def _observe(
     lag = LagMeter()
     filled_by = time.monotonic() + FILL_SECONDS
     while run.slots.num_used < 0.95 * case.in_flight:
-        await _sleep(0.25, training)
+        await sleep_beside(training, 0.25)
         if time.monotonic() > filled_by:
             raise RuntimeError(
                 f"only {run.slots.num_used} samples in flight after {FILL_SECONDS:g} s: {run.status.components}"
             )
-    await _sleep(case.warm_up, training)
+    await sleep_beside(training, case.warm_up)
     start_lags = lag.take()
     if turns is not None:
         turns.take()
-    others = {"engines": [s.pid for s in servers]}
-    before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    pids = [server.pid for server in servers]
+    before = cpu_seconds() | {"engines": cpu_seconds_of(pids)}
     samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
     started_at, in_flight = time.monotonic(), []
     while time.monotonic() < started_at + case.seconds:
-        await _sleep(0.25, training)
+        await sleep_beside(training, 0.25)
         in_flight.append(run.slots.num_used)
     seconds = time.monotonic() - started_at
-    after = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    after = cpu_seconds() | {"engines": cpu_seconds_of(pids)}
     lags, (turn_seconds, turned) = lag.take(), turns.take() if turns is not None else ([], seconds)
     lag.stop()
     samples, tokens = run.status.num_samples_finished - samples, run.status.num_tokens_generated - tokens
@@ -166,10 +175,7 @@ async def _observe(
         "engines_ms": ms["engines"],
         "driver_cores": (after["driver"] - before["driver"]) / seconds,
         "reference_ms": 1000 * reference_seconds(),
-        "lag_p50_ms": 1000 * percentile(lags, 0.5),
-        "lag_p99_ms": 1000 * percentile(lags, 0.99),
-        "lag_max_ms": 1000 * max(lags),
-        "lag_max_filling_ms": 1000 * max(start_lags),
+        **lag_numbers(lags, start_lags),
         "samples": samples,
         "samples_per_second": samples / seconds,
         "tokens_per_sample": tokens / samples,
@@ -179,15 +185,15 @@ async def _observe(
         "rows_dropped": sum(run.recorder.health().dropped.values()),
         "rss_mib": peak_rss_mib(),
         "seconds": seconds,
-    } | (_turns(turn_seconds, turned) if turn_seconds else {})
-
-
-def _turns(turn_seconds: Sequence[float], turned: float) -> dict[str, float]:
-    return {
-        "turns_p99_ms": 1000 * lag_of_turns(turn_seconds, turned, 0.99),
-        "turns_max_ms": 1000 * max(turn_seconds),
-        "turns_per_second": len(turn_seconds) / turned,
-    }
+    } | (
+        {
+            "turns_p99_ms": 1000 * lag_of_turns(turn_seconds, turned, 0.99),
+            "turns_max_ms": 1000 * max(turn_seconds),
+            "turns_per_second": len(turn_seconds) / turned,
+        }
+        if turn_seconds
+        else {}
+    )
 
 
 def reference_seconds() -> float:
@@ -204,14 +210,6 @@ def reference_seconds() -> float:
         read_generate(body)
         seconds.append(time.thread_time() - started)
     return statistics.median(seconds)
-
-
-async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
-    """Sleeps; raises the run's error if it ends meanwhile."""
-    done, _ = await asyncio.wait([training], timeout=seconds)
-    if done:
-        training.result()
-        raise RuntimeError("the run ended before the measurement")
 
 
 def run_case(case: Case) -> dict[str, Any]:

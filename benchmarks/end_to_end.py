@@ -19,10 +19,8 @@ import sys
 from collections import Counter
 from typing import Any
 
-from measure import positive, require_gpus
-from rich.console import Console
-from rich.table import Table
-from whole_run import Case, WholeRun, add_case_arguments, fields_of
+from command_line import fields_of, parser_of, positive, require_gpus, show
+from whole_run import Case, WholeRun, add_case_arguments
 
 from telescope.utils.text import pluralize
 
@@ -50,15 +48,13 @@ def main() -> int:
         with run:
             steps = run.wait(arguments.timeout)
         results = results_of(run, arguments.warm_up, min(arguments.steps, steps - arguments.warm_up))
-    show(results)
-    case.report("end_to_end", results)
+    print_results(results)
+    case.report(results=results)
     return 0
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "the tiny model on the CPU", EPILOG)
     add_case_arguments(parser, port=8850)
     add = parser.add_argument
     add("--steps", type=positive, help="measured training steps (default: 30, with --quick 6)")
@@ -146,10 +142,7 @@ def thrown_away(run: WholeRun, steps: list[dict[str, Any]], first_step: int = 0)
     }
 
 
-def show(results: dict[str, Any]) -> None:
-    table = Table(title=f"End to end, {pluralize(results['steps'], 'step')}")
-    for title in ("", "measured", "aim"):
-        table.add_column(title, justify="left" if not title else "right")
+def print_results(results: dict[str, Any]) -> None:
     rows = (
         ("engine idle", f"{results['engine_idle']:.1%}", f"{AIM_IDLE:.0%}"),
         ("  by server", " ".join(f"{share:.1%}" for share in results["engine_idle_by_server"]), ""),
@@ -167,9 +160,7 @@ def show(results: dict[str, Any]) -> None:
         ("stall of a sync, ms", f"{1000 * results['stall_seconds']:.0f}", ""),
         ("  sending, ms", f"{1000 * results['sending_seconds']:.0f}", ""),
     )
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    show(("", "measured", "aim"), rows, f"End to end, {pluralize(results['steps'], 'step')}")
 
 
 if __name__ == "__main__":

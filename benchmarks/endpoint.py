@@ -12,7 +12,6 @@ machine does, and `calls/s a core` what follows from it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -21,11 +20,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from command_line import parser_of, write_json
 from measure import provenance
 from rich.console import Console
 from rich.table import Table
@@ -145,10 +144,7 @@ async def answer_at_once(request: web.BaseRequest) -> web.Response:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one second a row")
-    parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "one second a row").parse_args()
     where = provenance(["aiohttp"])
     table = Table("API", "history", "stream", "call ms", "added ms", "calls/s", "CPU ms", "calls/s a core")
     rows: list[dict[str, Any]] = []
@@ -158,16 +154,13 @@ def main() -> int:
         slow = size == "2 KB" and (
             row["added_ms"] > MAX_ADDED_MS or row["calls_per_second_and_core"] < MIN_CALLS_PER_SECOND
         )
-        numbers = (
-            "{call_ms:.2f} {added_ms:.2f} {calls_per_second:.0f} {cpu_ms:.3f} {calls_per_second_and_core:.0f}".format(
-                **row
-            )
-        )
-        cells = (route, size, "yes" if stream else "no", *numbers.split())
+        cells = (
+            route, size, "yes" if stream else "no", f"{row['call_ms']:.2f}", f"{row['added_ms']:.2f}",
+            f"{row['calls_per_second']:.0f}", f"{row['cpu_ms']:.3f}", f"{row['calls_per_second_and_core']:.0f}",
+        )  # fmt: skip
         table.add_row(*cells, style="red" if slow else None)
     Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+    write_json(arguments.json, {"where": where, "rows": rows})
     return 0
 
 

@@ -27,9 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measure import require_gpus
-from rich.console import Console
-from rich.table import Table
+from command_line import parser_of, require_gpus, show
 from whole_run import Case, WholeRun, add_case_arguments
 
 from telescope.utils.text import pluralize
@@ -37,6 +35,7 @@ from telescope.utils.text import pluralize
 AIM_SECONDS = 10.0
 FULL = 0.9
 WINDOW_SECONDS = 5.0
+FULL_WITHIN_SECONDS = 60.0
 NOTICED, BACK = "inference server {} is down", "inference server {} is back"
 
 
@@ -48,19 +47,18 @@ def main() -> int:
         with run:
             results = lose_engine(run, arguments)
         results["samples"] = account(run, case.fields.get("group_size", 8))
-    show(results)
-    case.report("engine_loss", results)
+    print_results(results)
+    case.report(results=results)
     return 0
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "the tiny model on the CPU")
     add_case_arguments(parser, port=8870)
     add = parser.add_argument
     add("--before", type=float, default=20.0, help="seconds of training before the kill, after --warm-up steps")
     add("--after", type=float, default=10.0, help="seconds of training after everything is back")
     add("--timeout", type=float, default=600.0, help="seconds for the start, and for coming back")
-    add("--full-within", type=float, default=60.0, help="seconds for full throughput after that")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     return arguments
@@ -91,7 +89,7 @@ def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
     run.wait_until(
         "return of the server", lambda: bool(run.log_rows(BACK.format(killed), killed_at)), arguments.timeout
     )
-    became_full = run.reaches(is_full, arguments.full_within)
+    became_full = run.reaches(is_full, FULL_WITHIN_SECONDS)
     time.sleep(arguments.after)
     stopped_at = time.time()
     run.stop()
@@ -159,10 +157,7 @@ def account(run: WholeRun, group_size: int) -> dict[str, Any]:
     }
 
 
-def show(results: dict[str, Any]) -> None:
-    table = Table(title="An engine is killed during generation")
-    for title in ("", "measured", "aim"):
-        table.add_column(title, justify="left" if not title else "right")
+def print_results(results: dict[str, Any]) -> None:
     samples = results["samples"]
     rows = (
         ("requests in flight on it", f"{results['requests_in_flight']}", ""),
@@ -178,9 +173,7 @@ def show(results: dict[str, Any]) -> None:
         ("samples, all accounted for", f"{samples['samples']:,}", ""),
         ("requests retried", f"{samples['requests_asked_again']}", ""),
     )
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    show(("", "measured", "aim"), rows, "An engine is killed during generation")
 
 
 def _seconds(seconds: float | None) -> str:

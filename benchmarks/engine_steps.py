@@ -13,37 +13,22 @@ A run asks for the sampled tokens' logprobs and gives every request a seed; the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, require_gpus, show
 from loaded_engine import Sample, Server, started, under_generator, work
-from measure import positive, provenance, require_gpus
-from rich.console import Console
-from rich.table import Table
-from whole_run import (
-    FIELDS,
-    QUICK_FIELDS,
-    QUICK_SHAPE,
-    add_arguments,
-    fields_of,
-    gpu_names,
-    packages,
-    prepare_model,
-    write_report,
-)
+from whole_run import Case, add_arguments
 
-from telescope.config import TelescopeConfig
 from telescope.inference.base import GenerateRequest
 from telescope.inference.vllm import adapter as wire
 
-PROMPT_TOKENS = 64
+PROMPT_TOKENS, TOKENS = 64, 400
+"""Tokens of a prompt and of an answer."""
 FIRST_TOKEN, LAST_TOKEN = 100, 1000
 """Range of token ids in prompts; each shape's vocabulary has them."""
 ASKED = {"as in a run": (), "no seeds": ("seed",), "no logprobs": ("logprobs",), "neither": ("seed", "logprobs")}
@@ -51,45 +36,36 @@ ASKED = {"as in a run": (), "no seeds": ("seed",), "no logprobs": ("logprobs",),
 
 
 def main() -> int:
-    arguments = parse()
-    shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
-    where = provenance(packages()) | {"gpus": gpu_names()}
-    with tempfile.TemporaryDirectory(prefix="telescope-steps-") as temporary:
-        folder = arguments.folder or Path(temporary)
-        model = prepare_model(folder, shape, on_gpu=not arguments.quick)
-        fields = FIELDS | (QUICK_FIELDS if arguments.quick else {})
-        fields |= {"inference_num_workers": 1, "model": str(model), "max_num_seqs": max(arguments.running)}
-        fields |= fields_of(arguments.set) | {"inference_base_port": arguments.port}
-        config = TelescopeConfig.model_validate(fields)
-        with started(config, model, folder / "steps") as server:
-            rows = asyncio.run(measure(server, arguments.running, arguments.tokens, arguments.asked))
-    show(rows)
-    if arguments.json:
-        write_report(arguments.json, "engine_steps", where, shape, None, fields, {"rows": rows})
+    parser = parser_of(__doc__, "the tiny model on the CPU")
+    add_arguments(parser, port=8880)
+    arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
+    running = [4, 16] if arguments.quick else [16, 64, 256]
+    case = Case.of(arguments)
+    with started(case, "steps", max_num_seqs=max(running)) as server:
+        rows = asyncio.run(measure(server, running))
+    show(
+        ("asked for", "running", "ms a step", "tokens/s", "engine", "server"),
+        [
+            (
+                row["asked"], str(row["running"]), f"{row['ms_a_step']:.2f}", f"{row['tokens_per_second']:,.0f}",
+                f"{row['engine_cores']:.0%}", f"{row['server_cores']:.0%}",
+            )
+            for row in rows
+        ],
+        "Steps of an engine",
+    )  # fmt: skip
+    case.report(lengths=None, rows=rows)
     return 0
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, port=8880)
-    add = parser.add_argument
-    add("--running", type=positive, nargs="+", help="requests at once (default: 16 64 256, with --quick 4 16)")
-    add("--tokens", type=positive, help="tokens of each answer (default: 400, with --quick 100)")
-    add("--asked", nargs="+", choices=list(ASKED), default=list(ASKED), help="what is asked for (default: all)")
-    arguments = parser.parse_args()
-    require_gpus(parser, quick=arguments.quick)
-    arguments.running = arguments.running or ([4, 16] if arguments.quick else [16, 64, 256])
-    arguments.tokens = arguments.tokens or (100 if arguments.quick else 400)
-    return arguments
-
-
-async def measure(server: Server, running: Sequence[int], tokens: int, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns one row for each of `asked` and `running`, after a first load that warms up."""
+async def measure(server: Server, running: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns one row for each of `ASKED` and `running`, after a first load that warms up."""
     await under_generator(server, requests(max(running), 20, ()), max(running))
     rows = []
     for count in running:
-        for name in asked:
-            samples = await watched(server, requests(count, tokens, ASKED[name]), count)
+        for name, without in ASKED.items():
+            samples = await watched(server, requests(count, TOKENS, without), count)
             rows.append({"asked": name, **cost(samples, count), "running": count})
             print(f"{count} running, {name}: {rows[-1]['ms_a_step']:.2f} ms a step", file=sys.stderr)
     return rows
@@ -121,19 +97,8 @@ def cost(samples: Sequence[Sample], running: int) -> dict[str, float]:
     """Returns the cost of a step while exactly `running` requests ran."""
     full = [sample for sample in samples if sample.reading.running == running]
     if len(full) < 2 or full[-1].reading.steps == full[0].reading.steps:
-        raise RuntimeError(f"{running} requests never ran at once for long enough: raise --tokens")
+        raise RuntimeError(f"{running} requests never ran at once for long enough: raise TOKENS")
     return work(full)
-
-
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="Steps of an engine")
-    for title in ("running", "asked for", "ms a step", "tokens/s", "engine", "server"):
-        table.add_column(title, justify="left" if title == "asked for" else "right")
-    for row in rows:
-        cores = (f"{row['engine_cores']:.0%}", f"{row['server_cores']:.0%}")
-        rate = f"{row['tokens_per_second']:,.0f}"
-        table.add_row(str(row["running"]), row["asked"], f"{row['ms_a_step']:.2f}", rate, *cores)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 if __name__ == "__main__":

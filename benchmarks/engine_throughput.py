@@ -29,59 +29,36 @@ began requests (they cost more), idle time, and the cores used by the engine pro
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from command_line import parser_of, positive, require_gpus, show
 from forced_lengths import Lengths, forced
 from loaded_engine import Sample, Server, started, under_generator, work
-from measure import REPOSITORY, positive, provenance, require_gpus
 from paired import Estimate, estimate, order_of_pair
-from rich.console import Console
-from rich.table import Table
-from whole_run import (
-    FIELDS,
-    LENGTHS,
-    QUICK_FIELDS,
-    QUICK_LENGTHS,
-    QUICK_SHAPE,
-    add_arguments,
-    fields_of,
-    gpu_names,
-    packages,
-    prepare_model,
-    write_report,
-)
-
-sys.path.insert(0, str(REPOSITORY))
-
 from tests.fakes.run import FakeWeightSync, fake_run
+from whole_run import Case, add_arguments
 
-from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm import adapter as wire
 from telescope.orchestrator.supervision import Supervisor
 
 AIM = 0.97
 LOADS = ("orchestrator", "bare")
-RESET_CACHE_ROUTE = "/reset_prefix_cache"
 WINDOW = (0.1, 0.9)
 """Measured range of a load, in shares of the tokens computed when the last request is sent."""
 REQUESTS_PER_SLOT = {False: 3, True: 16}
 """Without and with --quick, whose short answers would otherwise end a load before it is measured."""
 LOAD_TIMEOUT = 600.0
-LAUNCHER_TIMEOUT = 120.0
 RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
     "tokens_per_second": lambda load: load["tokens_per_second"],
     "tokens_a_step": lambda load: load["tokens_a_step"],
@@ -93,33 +70,7 @@ CORES = ("engine", "server", "driver")
 
 def main() -> int:
     begun = time.monotonic()
-    arguments = parse()
-    lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
-    shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
-    where = provenance(packages()) | {"gpus": gpu_names()}
-    with tempfile.TemporaryDirectory(prefix="telescope-throughput-") as temporary:
-        folder = arguments.folder or Path(temporary)
-        model = prepare_model(folder, shape, on_gpu=not arguments.quick)
-        fields = FIELDS | (QUICK_FIELDS if arguments.quick else {})
-        fields |= {"inference_num_workers": 1, "model": str(model)} | fields_of(arguments.set)
-        fields["inference_base_port"] = arguments.port
-        config = TelescopeConfig.model_validate(fields)
-        deadline = begun + arguments.seconds if arguments.seconds else None
-
-        def save(results: dict[str, Any]) -> None:
-            if arguments.json:
-                write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
-
-        with started(config, model, folder / "throughput", arguments.engine_cores) as server:
-            requests = arguments.requests or REQUESTS_PER_SLOT[arguments.quick] * config.lanes_per_server
-            bench = Bench(config, server, folder / "throughput", lengths, requests)
-            results = asyncio.run(bench.measure(arguments.repeats, deadline, save))
-    show(results)
-    return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "the tiny model on the CPU")
     add_arguments(parser, port=8860)
     add = parser.add_argument
     add("--requests", type=positive, help="requests of one load (default: 3 per request slot, with --quick 16)")
@@ -128,7 +79,14 @@ def parse() -> argparse.Namespace:
     add("--engine-cores", type=positive, help="cores reserved for the engine (default: none)")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
-    return arguments
+    case = Case.of(arguments)
+    deadline = begun + arguments.seconds if arguments.seconds else None
+    with started(case, "throughput", arguments.engine_cores) as server:
+        requests = arguments.requests or REQUESTS_PER_SLOT[arguments.quick] * server.config.lanes_per_server
+        bench = Bench(server, case.lengths, requests)
+        results = asyncio.run(bench.measure(arguments.repeats, deadline, lambda results: case.report(**results)))
+    print_results(results)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -145,18 +103,17 @@ class Span:
 
 
 class Bench:
-    """Loads for one server, in whole batches of requests. `folder` gets the records of its runs."""
+    """Loads for one server, in whole batches of requests. Its folder gets the records of the runs."""
 
-    def __init__(self, config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, requests: int) -> None:
-        batch = config.prompts_batch_size_for_trainer * config.group_size
+    def __init__(self, server: Server, lengths: Lengths, requests: int) -> None:
+        batch = server.config.prompts_batch_size_for_trainer * server.config.group_size
         steps = max(2, round(requests / batch))
         # Only request slots limit what is in flight, as in a run that is ahead of its trainer.
-        self._config = config.replace(number_of_steps=steps, max_async_rollout=steps)
+        self._config = server.config.replace(number_of_steps=steps, max_async_rollout=steps)
         self._requests = steps * batch
         self.server = server
-        self._folder = folder
         self._lengths = lengths
-        folder.mkdir(parents=True, exist_ok=True)
+        server.folder.mkdir(parents=True, exist_ok=True)
 
     async def measure(
         self, repeats: int, deadline: float | None, save: Callable[[dict[str, Any]], None]
@@ -233,7 +190,7 @@ class Bench:
                 patch.object(wire, "encode_generate", noted),
                 patch.object(FakeWeightSync, "sync", no_weights),
             ):
-                run_dir = self._folder / name
+                run_dir = self.server.folder / name
                 async with fake_run(self._config, run_dir, [self.server], [client]) as run:
                     supervisor = Supervisor()
                     supervisor.spawn(run.servers.watch(), "server watch")
@@ -275,7 +232,7 @@ class Bench:
 
 async def empty_prefix_cache(client: EngineClient) -> None:
     """Raises RuntimeError when vLLM reports (with 200) that running requests kept blocks."""
-    answer = json.loads(await client._control("POST", RESET_CACHE_ROUTE))
+    answer = json.loads(await client._control("POST", "/reset_prefix_cache"))
     if not answer["success"]:
         raise RuntimeError("the prefix cache was not emptied: requests of the last load are still in the engine")
 
@@ -314,32 +271,25 @@ def compared(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def show(results: dict[str, Any]) -> None:
-    table = Table(title=f"Engine throughput, {results['requests']:,} requests, {results['lanes']} at a time")
-    titles = ("load", "tokens/s", "running", "tokens a step", "ms a step", "begin some", "idle", *CORES)
-    for title in titles:
-        is_name = title == "load"
-        table.add_column(title, justify="left" if is_name else "right", no_wrap=is_name)
-    for run in results["runs"]:
-        table.add_row(
-            run["load"],
-            f"{run['tokens_per_second']:,.0f}",
-            f"{run['running']:.1f}",
-            f"{run['tokens_a_step']:.1f}",
-            f"{run['ms_a_step']:.2f}",
-            f"{run['beginning_share']:.1%}",
-            f"{run['idle_share']:.1%}",
-            *(f"{run[f'{name}_cores']:.0%}" for name in CORES),
-        )
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(table)
+def print_results(results: dict[str, Any]) -> None:
+    show(
+        ("load", "tokens/s", "running", "tokens a step", "ms a step", "begin some", "idle", *CORES),
+        [
+            (
+                run["load"], f"{run['tokens_per_second']:,.0f}", f"{run['running']:.1f}", f"{run['tokens_a_step']:.1f}",
+                f"{run['ms_a_step']:.2f}", f"{run['beginning_share']:.1%}", f"{run['idle_share']:.1%}",
+                *(f"{run[f'{name}_cores']:.0%}" for name in CORES),
+            )
+            for run in results["runs"]
+        ],
+        f"Engine throughput, {results['requests']:,} requests, {results['lanes']} at a time",
+    )  # fmt: skip
     estimates = {name: Estimate(**value) for name, value in results["estimates"].items()}
     whole = estimates["tokens_per_second"]
-    console.print(
+    print(
         f"orchestrator of bare: {whole} with {whole.confidence:.0%} confidence, {whole.pairs} pairs; "
         f"aim {AIM:.0%}: {results['aim_is']}\n"
-        f"of it tokens a step {estimates['tokens_a_step']}, steps a second {estimates['steps_per_second']}",
-        highlight=False,
+        f"of it tokens a step {estimates['tokens_a_step']}, steps a second {estimates['steps_per_second']}"
     )
 
 

@@ -10,7 +10,7 @@ Every family is a tiny model with random weights, norms and biases (`tests/famil
 the samples. Five columns, each the largest difference of a logprob, in nats:
 
 - trainer: the samples together in float64, as the trainer computes them, and each alone by transformers;
-- engine: vLLM, which loaded the model's files, and the trainer, in `--dtype`;
+- engine: vLLM, which loaded the model's files, and the trainer, in float32 on a CPU and bfloat16 on a GPU;
 - transfer: the same after every weight has changed and been sent through Telescope's loader;
 - moved: by how much that change moved the trainer's logprobs, so that old weights would show;
 - tensors: how many the engine holds bit for bit as sent.
@@ -20,7 +20,6 @@ A family passes when the first three are within the bounds and every tensor is a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -33,36 +32,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import provenance
-from rich.console import Console
-from rich.table import Table
+from command_line import parser_of, positive, show, write_json
+from measure import REPOSITORY, provenance
 from safetensors.torch import save_file
+from tests.families import FAMILIES, VOCABULARY, WINDOW, Family
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from telescope.inference.vllm.launch import WORKER_EXTENSION
+from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
+from telescope.inference.vllm.support import installed_version
+from telescope.trainer.backends.fsdp.sharding import kernel_of
+from telescope.trainer.capability import Execution, choose_execution
+from telescope.trainer.checkpoint_names import named_tensors
+from telescope.trainer.model import PREFIX, PolicyModel, auto_class, load_causal_lm
+from telescope.trainer.model_input import model_input
+from telescope.trainer.packing import lay_out, untrained_sample
+from telescope.utils.timeline import Timeline
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.probe import TOLERANCES, compare
 
-from tests.families import FAMILIES, VOCABULARY, WINDOW, Family  # noqa: E402
-
-from telescope.inference.vllm.launch import WORKER_EXTENSION  # noqa: E402
-from telescope.inference.vllm.plugin import TRANSFER_VARIABLE  # noqa: E402
-from telescope.inference.vllm.support import installed_version  # noqa: E402
-from telescope.trainer.backends.fsdp.sharding import kernel_of  # noqa: E402
-from telescope.trainer.capability import Execution, choose_execution  # noqa: E402
-from telescope.trainer.checkpoint_names import named_tensors  # noqa: E402
-from telescope.trainer.model import PREFIX, PolicyModel, auto_class, load_causal_lm  # noqa: E402
-from telescope.trainer.model_input import model_input  # noqa: E402
-from telescope.trainer.packing import lay_out, untrained_sample  # noqa: E402
-from telescope.utils.timeline import Timeline  # noqa: E402
-from telescope.weights.fingerprint import fingerprint, to_hex  # noqa: E402
-from telescope.weights.plan import TensorMeta, make_update  # noqa: E402
-from telescope.weights.probe import TOLERANCES, compare  # noqa: E402
-
-RESULTS = [
-    ROOT / "benchmarks" / "results" / name for name in ("families.json", "families_gpu.json", "families_gpu_tp2.json")
-]
-DOCS = ROOT / "docs" / "models.md"
+STORED = REPOSITORY / "benchmarks" / "results"
+RESULTS = [STORED / name for name in ("families.json", "families_gpu.json", "families_gpu_tp2.json")]
+DOCS = REPOSITORY / "docs" / "models.md"
 LENGTHS = (50, 23, 37, 9, 64)
 TRAINER_BOUND = 1e-5
 """transformers computes norms and rotary positions in float32 whatever the model's dtype."""
@@ -240,9 +233,7 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def run(
-    families: list[Family], device: torch.device, dtype: str, num_workers: int, console: Console, path: Path | None
-) -> list[Result]:
+def run(families: list[Family], device: torch.device, dtype: str, num_workers: int, path: Path | None) -> list[Result]:
     """Proves one family after the other, and writes the results so far to `path`. A failed one does not end it."""
     results: list[Result] = []
     for family in families:
@@ -250,38 +241,28 @@ def run(
         try:
             result = prove(family, device, dtype, num_workers)
         except Exception as error:
-            console.print(traceback.format_exc(), style="dim", markup=False)
+            traceback.print_exc()
             result = Result(family.name, family.model_type, problem=f"{type(error).__name__}: {error}"[:500])
         result.seconds = round(time.monotonic() - started, 1)
         results.append(result)
-        console.print(f"{result.name}: {result.problem or 'passed'} ({result.seconds:.0f} s)", markup=False)
-        if path is not None:
-            content: dict[str, Any] = {"dtype": dtype, "device": device.type, "tensor_parallel": num_workers}
-            content["results"] = [asdict(each) for each in results]
-            content["measured"] = provenance(["torch", "transformers"]) | {"vllm": installed_version()}
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"{result.name}: {result.problem or 'passed'} ({result.seconds:.0f} s)", file=sys.stderr, flush=True)
+        content: dict[str, Any] = {"dtype": dtype, "device": device.type, "tensor_parallel": num_workers}
+        content["results"] = [asdict(each) for each in results]
+        content["measured"] = provenance(["torch", "transformers"]) | {"vllm": installed_version()}
+        write_json(path, content)
     return results
 
 
-def show(results: list[Result], console: Console) -> None:
-    table = Table("family", "samples", "trainer", "engine", "transfer", "moved", "tensors", "seconds", "problem")
-    for each in results:
-        numbers = [
-            "" if value is None else f"{value:.1e}" for value in (each.trainer, each.engine, each.transfer, each.moved)
-        ]
-        table.add_row(each.name, each.execution, *numbers, str(each.tensors), f"{each.seconds:.0f}", each.problem[:60])
-    console.print(table)
+def cells(each: Result) -> list[str]:
+    """Returns a row of the table."""
+    numbers = ("" if x is None else f"{x:.1e}" for x in (each.trainer, each.engine, each.transfer, each.moved))
+    return [each.name, each.execution, *numbers, str(each.tensors), f"{each.seconds:.0f}", each.problem[:60]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "the fast families only")
     parser.add_argument("names", nargs="*", help="families by name (default: all)")
-    parser.add_argument("--quick", action="store_true", help="the fast families only")
-    parser.add_argument("--dtype", choices=sorted(ENGINE_BOUNDS), default=None, help="default: bfloat16 on a GPU")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="workers of the engine (default: 1)"
-    )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="workers of the engine")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md from the stored results, and end")
     arguments = parser.parse_args()
     if arguments.docs:
@@ -302,11 +283,11 @@ def main() -> int:
         "VLLM_USE_FLASHINFER_SAMPLER": "0", TRANSFER_VARIABLE: "auto",
     }  # fmt: skip
     transformers_logging.disable_progress_bar()
-    console = Console(stderr=True)
     device = torch.device("cpu" if on_cpu() else "cuda")
-    dtype = arguments.dtype or ("float32" if on_cpu() else "bfloat16")
-    results = run(chosen, device, dtype, arguments.tensor_parallel, console, arguments.json)
-    show(results, Console())
+    dtype = "float32" if on_cpu() else "bfloat16"
+    results = run(chosen, device, dtype, arguments.tensor_parallel, arguments.json)
+    titles = ("family", "samples", "trainer", "engine", "transfer", "moved", "tensors", "seconds", "problem")
+    show(titles, map(cells, results), texts=2)
     return int(any(each.problem for each in results))
 
 

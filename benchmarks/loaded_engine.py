@@ -11,13 +11,15 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 from unittest.mock import patch
 
 import psutil
+from whole_run import Case
 
 from telescope.config import TelescopeConfig
 from telescope.inference.base import Address
@@ -46,9 +48,11 @@ class Sample:
 class Server:
     """The server with its client and the handle that the orchestrator's pool uses."""
 
-    def __init__(self, server: InferenceServer, url: str, secret: str, meter: Path) -> None:
+    def __init__(self, server: InferenceServer, config: TelescopeConfig, folder: Path, url: str, secret: str) -> None:
         self._server = server
-        self._meter = meter
+        self._meter = meter_path(folder / "inference", config.inference_base_port)
+        self.config = config
+        self.folder = folder
         self.url = url
         self.secret = secret
         serving = psutil.Process(server.status().pid)
@@ -86,52 +90,49 @@ class Server:
                 return
             await asyncio.sleep(READ_SECONDS)
 
-    async def until_idle(self, timeout: float = IDLE_TIMEOUT) -> None:
-        """Waits until the engine is idle. Raises TimeoutError after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+    async def until_idle(self) -> None:
+        """Waits until the engine schedules and runs no step. Raises TimeoutError after a while."""
+        deadline = time.monotonic() + IDLE_TIMEOUT
         before = self.reading()
         while True:
             await asyncio.sleep(QUIET_SECONDS)
             now = self.reading()
-            if is_quiet(before, now):
+            if (before.steps, before.busy_seconds) == (now.steps, now.busy_seconds):
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{now.running} requests of the last load still run {timeout:.0f} s after its end: the engine did "
-                    "not abort them, or does not respond (see its log)"
+                    f"{now.running} requests of the last load still run {IDLE_TIMEOUT:.0f} s after its end: the engine "
+                    "did not abort them, or does not respond (see its log)"
                 )
             before = now
 
 
-def is_quiet(before: StepReading, now: StepReading) -> bool:
-    """Returns whether no step was scheduled or running between two readings."""
-    return (before.steps, before.busy_seconds) == (now.steps, now.busy_seconds)
-
-
 @contextmanager
-def started(config: TelescopeConfig, model: Path, folder: Path, engine_cores: int | None = None) -> Iterator[Server]:
-    """Starts a vLLM server as in a run, without Ray, with the torch threads that Ray would give it.
+def started(case: Case, name: str, engine_cores: int | None = None, **fields: Any) -> Iterator[Server]:
+    """Starts one vLLM server as in a run, without Ray, with the torch threads that Ray would give it.
 
-    `engine_cores` reserves that many cores of this machine for its processes; this process, and what it starts later,
-    gets the others.
+    `fields` are overridden by those of the case. `engine_cores` reserves that many cores of this machine for its
+    processes; this process, and what it starts later, gets the others.
     """
-    secret = secrets.token_urlsafe(32)
-    server = InferenceServer(config, Address(0, "127.0.0.1", config.inference_base_port, secret), str(model), folder)
     allowed = sorted(os.sched_getaffinity(0))
-    try:
+    if engine_cores is not None and not 0 < engine_cores < len(allowed):
+        raise ValueError(f"--engine-cores is {engine_cores}: use 1 to {len(allowed) - 1}, of {len(allowed)}")
+    with case.model(name) as (root, model), ExitStack() as stack:
+        folder, secret = root / name, secrets.token_urlsafe(32)
+        own = {"model": str(model), "inference_base_port": case.arguments.port}
+        case.fields.update({"inference_num_workers": 1, **fields, **case.fields, **own})
+        config = TelescopeConfig.model_validate(case.fields)
+        server = InferenceServer(config, Address(0, "127.0.0.1", case.arguments.port, secret), str(model), folder)
+        stack.callback(server.stop)
+        stack.callback(os.sched_setaffinity, 0, allowed)
         if engine_cores is not None:
-            if not 0 < engine_cores < len(allowed):
-                raise ValueError(f"--engine-cores is {engine_cores}: use 1 to {len(allowed) - 1}, of {len(allowed)}")
             os.sched_setaffinity(0, allowed[:engine_cores])
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(config.ray_inference_cpus_per_worker))))
         with patch.dict(os.environ, OMP_NUM_THREADS=threads):
             url = server.start().url
         if engine_cores is not None:
             os.sched_setaffinity(0, allowed[engine_cores:])
-        yield Server(server, url, secret, meter_path(folder / "inference", config.inference_base_port))
-    finally:
-        os.sched_setaffinity(0, allowed)
-        server.stop()
+        yield Server(server, config, folder, url, secret)
 
 
 async def under_generator(server: Server, requests: Iterable[bytes], slots: int) -> None:

@@ -13,23 +13,18 @@ weight's gradient. A pass that does not fit into memory is reported as such.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from measure import provenance, require_gpus
-from rich.console import Console
-from rich.table import Table
+from command_line import parser_of, require_gpus, show, write_json
+from measure import provenance
 from torch import nn
-from trainer import GIB, gpu_name
+from trainer_case import GIB, now
 
 from telescope.trainer import logprob
 from telescope.trainer.logprob import LogprobHead
@@ -46,21 +41,18 @@ GPU_SHAPES = (
 )
 """(tokens, hidden size): Qwen3-0.6B, 4B and 8B."""
 GPU_VOCABULARY = 151_936
+CHUNK_SIZE, REPEATS = 1024, 5
 CPU_SHAPES, CPU_VOCABULARY = ((128, 64), (512, 64)), 4_096
 
 Pass = Callable[[torch.Tensor, nn.Parameter, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def fused(chunk_size: int) -> Pass:
-    """Returns a pass through the trainer's own output layer."""
-
-    def run(
-        hidden_ND: torch.Tensor, weight_VD: nn.Parameter, targets_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprob_N, entropy_N = LogprobHead(weight_VD, None, chunk_size)(hidden_ND, targets_N, 1.0)
-        return logprob_N, entropy_N
-
-    return run
+def fused(
+    hidden_ND: torch.Tensor, weight_VD: nn.Parameter, targets_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Passes through the trainer's own output layer."""
+    logprob_N, entropy_N = LogprobHead(weight_VD, None, CHUNK_SIZE)(hidden_ND, targets_N, 1.0)
+    return logprob_N, entropy_N
 
 
 def plain(
@@ -78,36 +70,29 @@ def without_tiles() -> AbstractContextManager[object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunk-size", type=int, default=1024, help="entropy_chunk_size")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="small shapes on the CPU")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = parser_of(__doc__, "small shapes on the CPU")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     device = choose_device("cpu" if arguments.quick else "auto", 0)
     on_gpu = device.type == "cuda"
+    vocab = GPU_VOCABULARY if on_gpu else CPU_VOCABULARY
     rows = []
     for num_tokens, width in GPU_SHAPES if on_gpu else CPU_SHAPES:
-        head = fused(arguments.chunk_size)
-        for name, run in (("fused", head), ("in blocks", head), ("plain", plain)):
-            vocab = GPU_VOCABULARY if on_gpu else CPU_VOCABULARY
+        for name, run in (("fused", fused), ("in blocks", fused), ("plain", plain)):
             row = {"pass": name, "tokens": num_tokens, "hidden": width, "vocabulary": vocab}
             with without_tiles() if name == "in blocks" else nullcontext():
-                row |= measure(run, num_tokens, width, vocab, device, arguments.repeats)
+                row |= measure(run, num_tokens, width, vocab, device)
             rows.append(row)
-            print(json.dumps(row), flush=True)
+            print(row, flush=True)
             if on_gpu:
                 torch.cuda.empty_cache()
-    if arguments.json:
-        where = provenance(["torch"]) | {"gpu": gpu_name(device)}
-        report = {"where": where, "chunk_size": arguments.chunk_size, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_table(rows)
+    write_json(arguments.json, {"where": provenance(["torch"]), "chunk_size": CHUNK_SIZE, "rows": rows})
+    titles = ("pass", "tokens", "hidden", "vocabulary", "forward ms", "backward ms", "peak GiB", "beyond gradients GiB")
+    show(titles, map(cells, rows))
     return 0
 
 
-def measure(run: Pass, num_tokens: int, width: int, vocab: int, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(run: Pass, num_tokens: int, width: int, vocab: int, device: torch.device) -> dict[str, Any]:
     """Returns median times of forward and backward, and on a GPU the peak memory of both."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -118,15 +103,17 @@ def measure(run: Pass, num_tokens: int, width: int, vocab: int, device: torch.de
     scale_N = torch.randn(num_tokens, device=device)
     forward, backward, peaks = [], [], []
     try:
-        for _ in range(repeats + 1):
+        for _ in range(REPEATS + 1):
             hidden_ND.grad = weight_VD.grad = None
-            before = _start(on_gpu)
-            started = _now(on_gpu)
+            started = now(device)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if on_gpu else 0
             logprob_N, entropy_N = run(hidden_ND, weight_VD, targets_N)
             loss = (scale_N * logprob_N).sum() + 0.01 * entropy_N.sum()
-            middle = _now(on_gpu)
+            middle = now(device)
             loss.backward()
-            ended = _now(on_gpu)
+            ended = now(device)
             forward.append(middle - started)
             backward.append(ended - middle)
             peaks.append(torch.cuda.max_memory_allocated() - before if on_gpu else 0)
@@ -140,32 +127,13 @@ def measure(run: Pass, num_tokens: int, width: int, vocab: int, device: torch.de
     return row
 
 
-def _start(on_gpu: bool) -> int:
-    if not on_gpu:
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _now(on_gpu: bool) -> float:
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "tokens", "hidden", "vocabulary", "pass", "forward ms", "backward ms", "peak GiB", "beyond gradients GiB"
-    )
-    for row in rows:
-        head = [f"{row[name]:,}" for name in ("tokens", "hidden", "vocabulary")] + [row["pass"]]
-        if "out_of_memory" in row:
-            table.add_row(*head, "out of memory")
-            continue
-        memory = [f"{row[name]:.2f}" if name in row else "" for name in ("peak_gib", "beyond_gradients_gib")]
-        table.add_row(*head, f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}", *memory)
-    Console(width=120).print(table)
+def cells(row: dict[str, Any]) -> list[str]:
+    """Returns a row of the table."""
+    head = [row["pass"], *(f"{row[name]:,}" for name in ("tokens", "hidden", "vocabulary"))]
+    if "out_of_memory" in row:
+        return [*head, "out of memory"]
+    memory = [f"{row[name]:.2f}" if name in row else "" for name in ("peak_gib", "beyond_gradients_gib")]
+    return [*head, f"{row['forward_ms']:.1f}", f"{row['backward_ms']:.1f}", *memory]
 
 
 if __name__ == "__main__":

@@ -14,20 +14,16 @@ fewer configurations; this one has not run on a GPU yet.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from command_line import parser_of, show, write_json
 from measure import provenance
-from rich.console import Console
-from rich.table import Table
 
 from telescope.trainer.logprob import LogprobHead, _Softmax
 
@@ -122,9 +118,7 @@ def name_of(tiles: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, few configurations")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = parser_of(__doc__, "one shape, few configurations")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("these kernels need a Hopper GPU (H100, H200), and none was found")
@@ -138,19 +132,19 @@ def main() -> int:
             for tiles in configurations(in_use, arguments.quick):
                 rows.append({"hidden": width} | case.measure(kind, tiles))
             print_table([row for row in rows if row["hidden"] == width and row["kind"] == kind])
-    if arguments.json:
-        report = {"where": provenance(["torch", "triton"]) | {"gpu": torch.cuda.get_device_name(device)}, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.json, {"where": provenance(["torch", "triton"]), "rows": rows})
     return 0
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Prints the configuration in use and the fastest ones, for one product."""
-    table = Table("", "ms", "TFLOP/s", title=f"{rows[0]['kind']}, hidden size {rows[0]['hidden']:,}")
     done = sorted((row for row in rows if "ms" in row), key=lambda row: float(row["ms"]))
-    for label, row in [("in use: ", row) for row in rows[:1] if "ms" in row] + [("", row) for row in done[:SHOWN]]:
-        table.add_row(label + name_of(row["tiles"]), f"{row['ms']:.3f}", f"{row['tflops']:.0f}")
-    Console(width=120).print(table)
+    shown = [("in use: ", row) for row in rows[:1] if "ms" in row] + [("", row) for row in done[:SHOWN]]
+    show(
+        ("", "ms", "TFLOP/s"),
+        [(label + name_of(row["tiles"]), f"{row['ms']:.3f}", f"{row['tflops']:.0f}") for label, row in shown],
+        f"{rows[0]['kind']}, hidden size {rows[0]['hidden']:,}",
+    )
     failed = [row for row in rows if "failed" in row]
     if failed:
         print(f"left out {len(failed)} of {len(rows)}: {failed[0]['failed']}", file=sys.stderr)

@@ -11,21 +11,17 @@ that is not.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import parser_of, show, write_json
 from measure import provenance
-from rich.console import Console
-from rich.table import Table
 
 from telescope.environments.types import RewardRecord
 from telescope.inference.base import Generation
@@ -63,26 +59,22 @@ def microseconds(work: Callable[[], object], repetitions: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "fewer repetitions").parse_args()
     rows: list[dict[str, Any]] = []
-    table = Table("calls", "sample", *(f"{name}, us" for name in PARTS), "bytes")
+    repetitions = 50 if arguments.quick else 500
     for num_calls in (1, 8, 50, 200):
         for form in ("folded", "turns"):
             sample = sample_of(num_calls)
             if form == "folded":
                 sample.fold()
             data = pickle.dumps(sample, 5)
-            repetitions = 50 if arguments.quick else 500
             costs = {name: microseconds(partial(part, sample, data), repetitions) for name, part in PARTS.items()}
             rows.append({"calls": num_calls, "sample": form, "bytes": len(data), **costs})
-            table.add_row(str(num_calls), form, *(f"{cost:.0f}" for cost in costs.values()), f"{len(data):,}")
-    Console().print(table)
-    if arguments.json:
-        report = {"benchmark": "long_rollouts", "where": provenance(["numpy"]), "results": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(
+        ("sample", "calls", *(f"{name}, us" for name in PARTS), "bytes"),
+        [(r["sample"], str(r["calls"]), *(f"{r[name]:.0f}" for name in PARTS), f"{r['bytes']:,}") for r in rows],
+    )
+    write_json(arguments.json, {"benchmark": "long_rollouts", "where": provenance(["numpy"]), "results": rows})
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import os
@@ -108,6 +107,23 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
 
 
+def lag_numbers(lags: Sequence[float], filling: Sequence[float]) -> dict[str, float]:
+    """Returns percentiles of a lag in milliseconds, and its maximum while the request slots were filling."""
+    return {
+        "lag_p50_ms": 1000 * percentile(lags, 0.5),
+        "lag_p99_ms": 1000 * percentile(lags, 0.99),
+        "lag_max_ms": 1000 * max(lags),
+        "lag_max_filling_ms": 1000 * max(filling),
+    }
+
+
+async def sleep_beside(run: asyncio.Task[Any], seconds: float) -> None:
+    """Sleeps; raises the run's error if it ends meanwhile."""
+    if (await asyncio.wait([run], timeout=seconds))[0]:
+        run.result()
+        raise RuntimeError("the run ended before the measurement")
+
+
 def cpu_seconds() -> dict[str, float]:
     """Returns CPU seconds so far: `driver` is this process with all threads, `thread:<name>` one of them."""
     seconds = {"driver": time.process_time()}
@@ -143,21 +159,6 @@ def own_process() -> dict[str, float]:
     }  # fmt: skip
 
 
-def positive(text: str) -> int:
-    """Parses a positive integer of a command line."""
-    if not text.isdecimal() or not (number := int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
-
-
-def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
-    """Exits with a usage error without a GPU, unless `quick`."""
-    import torch
-
-    if not quick and not torch.cuda.is_available():
-        parser.error("no GPU was found; --quick runs on the CPU")
-
-
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
     """Returns where, when and with which code a number was measured."""
     return {
@@ -165,12 +166,28 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         **sources("src", "benchmarks/*.py"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpu_names(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def machine(where: dict[str, Any]) -> str:
+    """Returns the GPU of a `provenance`, else its CPU."""
+    return str(where["gpus"][0] if where["gpus"] else where["cpu"])
+
+
+def gpu_names() -> list[str]:
+    """Returns the GPUs of this machine as the driver lists them; empty without one."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
 
 
 def sources(*paths: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from command_line import command, parser_of, show, write_json
 from driver_case import (
     GROUP_SIZE,
     LENGTH_SIGMA,
@@ -40,8 +41,6 @@ from measure import provenance
 
 FULL_SPEED_IN_FLIGHT = 4096
 """With more in flight each request is slower in proportion, as on a full engine: the same answers per second."""
-
-PACKAGES = ("msgspec", "numpy", "pyarrow", "uvloop")
 
 AIM_CPU_MS = 1.0
 AIM_LAG_P99_MS = 20.0
@@ -80,7 +79,6 @@ examples
   python benchmarks/orchestrator.py --json benchmarks/results/orchestrator.json
   python benchmarks/orchestrator.py --in-flight 4096 --answers arrays json
   python benchmarks/orchestrator.py --in-flight 16384 --repeats 1
-  python benchmarks/orchestrator.py --in-flight 4096 --repeats 1 --profile driver.svg
 """
 
 
@@ -93,12 +91,10 @@ def cases_of(arguments: argparse.Namespace, tokenizer: str, end_token: int) -> I
         yield Case(in_flight, speed, warm_up, arguments.seconds, tokenizer, end_token, answers, loop)
 
 
-def run_case(case: Case, profile: str | None) -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
     """Measures in a fresh process, so that cases do not affect each other."""
-    command = [sys.executable, str(Path(__file__).with_name("driver_case.py")), json.dumps(asdict(case))]
-    if profile is not None:
-        command = ["py-spy", "record", "--output", profile, "--rate", "200", "--threads", "--", *command]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    words = [sys.executable, str(Path(__file__).with_name("driver_case.py")), json.dumps(asdict(case))]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     what = f"{case.in_flight} in flight, {case.answers}, {case.loop}"
     if done.returncode != 0:
         raise RuntimeError(f"the case with {what} failed; see its error above")
@@ -116,7 +112,7 @@ def run_cases(cases: Sequence[Case], arguments: argparse.Namespace) -> list[list
     def run(case: Case) -> dict[str, Any]:
         cores = free.get()
         try:
-            return run_case(replace(case, cores=cores), arguments.profile)
+            return run_case(replace(case, cores=cores))
         finally:
             free.put(cores)
 
@@ -166,32 +162,8 @@ def median_of(case: Case, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**named, **medians, "runs": list(runs)}
 
 
-def cells(result: dict[str, Any]) -> list[str]:
-    return [form.format(result[name]) if name in result else "" for _, name, form in COLUMNS]
-
-
-def show(results: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="The driver under load (medians; CPU is per finished sample)")
-    for title, _, _ in COLUMNS:
-        table.add_column(title, justify="right")
-    for result in results:
-        table.add_row(*cells(result))
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-
-
-def _command(argv: Sequence[str]) -> str:
-    """Returns the command for these numbers, without --json."""
-    at = argv.index("--json") if "--json" in argv else len(argv)
-    return " ".join(["python benchmarks/orchestrator.py", *argv[:at], *argv[at + 2 :]])
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = parser_of(DESCRIPTION, "256 and 1024 in flight, once, 10 s each, at double speed", EPILOG)
     add = parser.add_argument
     unit = GROUP_SIZE * NUM_SERVERS
     add("--in-flight", type=int, nargs="+", metavar="N",
@@ -209,10 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--at-once", type=int, default=1, metavar="N",
         help="measure N at the same time, each on its share of the cores, of which each should have three (default: 1)"
         )  # fmt: skip
-    add("--quick", action="store_true", help="256 and 1024 in flight, once, 10 s each, at double speed")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
-    add("--profile", metavar="FILE", help="record the driver with py-spy into this flame graph")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     if arguments.quick:
         arguments.repeats, arguments.seconds = 1, 10.0
         arguments.tokens_per_second *= 2
@@ -225,31 +194,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    made = provenance(PACKAGES)
+def main() -> int:
+    arguments = parse()
+    made = provenance(["msgspec", "numpy", "pyarrow", "uvloop"])
     with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
         cases = list(cases_of(arguments, folder, save_tokenizer(Path(folder))))
         runs = run_cases(cases, arguments)
     results = [median_of(case, repeats) for case, repeats in zip(cases, runs, strict=True)]
-    show(results)
-    if arguments.json:
-        report = {
-            "benchmark": "orchestrator",
-            "command": _command(sys.argv[1:] if argv is None else argv),
-            "provenance": made,
-            "settings": {
-                "group_size": GROUP_SIZE, "servers": NUM_SERVERS, "mean_tokens": MEAN_TOKENS,
-                "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "vocabulary": VOCABULARY,
-                "vllm_format": VLLM_VERSION, "tokens_per_second_of_a_request": arguments.tokens_per_second,
-                "seconds": arguments.seconds,
-            },
-            "repeats": arguments.repeats,
-            "at_once": arguments.at_once,
-            "results": results,
-        }  # fmt: skip
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(
+        [title for title, _, _ in COLUMNS],
+        [[form.format(result[name]) if name in result else "" for _, name, form in COLUMNS] for result in results],
+        "The driver under load (medians; CPU is per finished sample)", texts=0, width=150,
+    )  # fmt: skip
+    report = {
+        "benchmark": "orchestrator",
+        "command": command(),
+        "provenance": made,
+        "settings": {
+            "group_size": GROUP_SIZE, "servers": NUM_SERVERS, "mean_tokens": MEAN_TOKENS,
+            "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "vocabulary": VOCABULARY,
+            "vllm_format": VLLM_VERSION, "tokens_per_second_of_a_request": arguments.tokens_per_second,
+            "seconds": arguments.seconds,
+        },
+        "repeats": arguments.repeats,
+        "at_once": arguments.at_once,
+        "results": results,
+    }  # fmt: skip
+    write_json(arguments.json, report)
     return 0
 
 

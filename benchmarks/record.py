@@ -5,12 +5,11 @@
 
 Real: the step recorder, the rows, and the recorder with its files. Generated: samples with random tokens, logprobs and
 words, which compress worse than real ones, and the spans and gauges of a run of two ranks and two servers. Steps follow
-each other at once; the record is flushed as often as in steps of `--seconds`.
+each other at once; the record is flushed as often as in steps of ten seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from command_line import parser_of, write_json
 from measure import provenance
 
 from telescope.environments.types import PreparedPrompt, RewardRecord
@@ -33,6 +33,8 @@ from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.trainer.batch import SampleTokens, StepResult
 from telescope.utils.timeline import Span
 
+NUM_SAMPLES, LENGTH, STEP_SECONDS = 128, 4096, 10.0
+"""Samples of a step, tokens of an answer, and duration of a step, for gauges and flushes."""
 GROUP_SIZE = 8
 NUM_RECORDED = 8
 """Samples per step in the table `tokens`: the default of `record_tokens`."""
@@ -48,8 +50,6 @@ FLUSH_SECONDS = 2.0
 
 NUM_PARTS = 10
 """Parts of the run whose means are reported, to show a trend."""
-
-PACKAGES = ("numpy", "pyarrow")
 
 DRAW = np.random.default_rng(0)
 WORDS = np.array(["".join(map(chr, DRAW.integers(97, 123, length))) for length in DRAW.integers(1, 9, 5000)])
@@ -87,10 +87,10 @@ def bytes_by_table(folder: Path) -> dict[str, int]:
     return {table.name: sum(file.stat().st_size for file in table.iterdir()) for table in tables}
 
 
-def write_events(recorder: Recorder, groups: list[Group], seconds: float) -> None:
+def write_events(recorder: Recorder, groups: list[Group]) -> None:
     """Writes what engines and collectors report during a step, with the flushes of that time."""
     samples = [sample for group in groups for sample in group.samples]
-    for part in np.array_split(np.arange(len(samples)), max(1, int(seconds / FLUSH_SECONDS))):
+    for part in np.array_split(np.arange(len(samples)), max(1, int(STEP_SECONDS / FLUSH_SECONDS))):
         for place in part:
             for name in ("queue", "prefill", "decode"):
                 span = {"name": name, "component": "inference", "server": int(place) % 2, "start": time.time()}
@@ -101,22 +101,22 @@ def write_events(recorder: Recorder, groups: list[Group], seconds: float) -> Non
         recorder.flush()
 
 
-async def measure(num_steps: int, num_samples: int, length: int, seconds: float, folder: Path) -> dict[str, object]:
+async def measure(num_steps: int, folder: Path) -> dict[str, object]:
     """Records `num_steps` steps and returns CPU, bytes and memory, as means over parts of the run."""
     cpu, loop, num_bytes, memory = [], [], [0], []
     process = psutil.Process()
     with Recorder(folder, flush_seconds=3600.0) as recorder:
         steps = StepRecorder(recorder, RunStatus("benchmark", num_steps))
         for step in range(num_steps):
-            groups = [make_group(step * num_samples + i, length) for i in range(num_samples // GROUP_SIZE)]
+            groups = [make_group(step * NUM_SAMPLES + i, LENGTH) for i in range(NUM_SAMPLES // GROUP_SIZE)]
             for group in groups:  # as rollout workers and their pool do
                 assign_rows(group.samples, encode_rows(group.samples, set()))
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)
-            batch, position = Batch(groups, np.full(num_samples, 0.5), [], {}), SamplerPosition(step, ())
+            batch, position = Batch(groups, np.full(NUM_SAMPLES, 0.5), [], {}), SamplerPosition(step, ())
             of_process, of_loop = time.process_time(), time.thread_time()
-            write_events(recorder, groups, seconds)
+            write_events(recorder, groups)
             await steps.trained(TrainedStep(step, batch, result, {}, time.time() - 9, 9.0, 1.0, position))
             loop.append(time.thread_time() - of_loop)
             recorder.flush()
@@ -127,12 +127,12 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
     mean_cpu = float(np.mean(cpu[1:]))
     return {
         "steps": num_steps,
-        "samples_per_step": num_samples,
-        "tokens_per_sample": length,
-        "seconds_per_step": seconds,
+        "samples_per_step": NUM_SAMPLES,
+        "tokens_per_sample": LENGTH,
+        "seconds_per_step": STEP_SECONDS,
         "cpu_ms_per_step": round(1e3 * mean_cpu, 1),
         "event_loop_ms_per_step": round(1e3 * float(np.mean(loop[1:])), 1),
-        "share_of_one_core": round(mean_cpu / seconds, 5),
+        "share_of_one_core": round(mean_cpu / STEP_SECONDS, 5),
         "seconds_per_step_at_one_percent": round(100 * mean_cpu, 2),
         "cpu_ms_per_step_over_time": [round(1e3 * float(np.mean(np.array(cpu)[part])), 1) for part in parts],
         "kb_per_step_over_time": [
@@ -147,21 +147,12 @@ async def measure(num_steps: int, num_samples: int, length: int, seconds: float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=10.0, help="duration of a step, for gauges and flushes")
-    parser.add_argument("--quick", action="store_true", help="20 steps")
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "20 steps instead of 1,000").parse_args()
     with tempfile.TemporaryDirectory(prefix="telescope-record-") as folder:
-        num_steps = 20 if arguments.quick else arguments.steps
-        result = asyncio.run(measure(num_steps, arguments.samples, arguments.length, arguments.seconds, Path(folder)))
-    text = json.dumps({**provenance(PACKAGES), **result}, indent=1)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+        result = asyncio.run(measure(20 if arguments.quick else 1000, Path(folder)))
+    report = {**provenance(["numpy", "pyarrow"]), **result}
+    print(json.dumps(report, indent=1))
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

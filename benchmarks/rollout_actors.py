@@ -25,7 +25,16 @@ from unittest.mock import patch
 import pyarrow.parquet as pq
 import ray
 from fake_servers import VOCABULARY, save_tokenizer
-from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, own_process, percentile
+from measure import (
+    LagMeter,
+    TimedSelector,
+    cpu_seconds,
+    cpu_seconds_of,
+    lag_numbers,
+    lag_of_turns,
+    own_process,
+    sleep_beside,
+)  # fmt: skip
 from scripted_actor import ScriptedActor
 
 from telescope.cluster import rollout_group
@@ -178,16 +187,16 @@ async def under_load(
         try:
             deadline = time.monotonic() + FILL_SECONDS
             while case.seconds and run.slots.num_used < 0.95 * case.in_flight:
-                await _sleep(0.25, training)
+                await sleep_beside(training, 0.25)
                 assert time.monotonic() < deadline, f"only {run.slots.num_used} samples in flight"
-            await _sleep(warm_up, training)
+            await sleep_beside(training, warm_up)
             filling = lag.take()
             selector.take()
             pids, status = [worker["pid"] for worker in await run.workers()], run.orchestrator.status
             before, of_workers = cpu_seconds(), cpu_seconds_of(pids)
             samples, started_at, in_flight = status.num_samples_finished, time.monotonic(), []
             while (passed := time.monotonic() - started_at) < seconds:
-                await _sleep(0.25, training)
+                await sleep_beside(training, 0.25)
                 in_flight.append(run.slots.num_used)
             used, of_workers = Counter(cpu_seconds()), cpu_seconds_of(pids) - of_workers
             used.subtract(before)
@@ -208,21 +217,11 @@ async def under_load(
         "loop_ms": per_sample["thread:loop"],
         "worker_ms_per_turn": 1000 * of_workers / samples / case.num_turns,
         "driver_ms_per_turn": per_sample["driver"] / case.num_turns,
-        "lag_p50_ms": 1000 * percentile(lags, 0.5),
-        "lag_p99_ms": 1000 * percentile(lags, 0.99),
-        "lag_max_ms": 1000 * max(lags),
-        "lag_max_filling_ms": 1000 * max(filling),
+        **lag_numbers(lags, filling),
         "turns_p99_ms": 1000 * lag_of_turns(turns, turned, 0.99),
         "masked": status.num_masked_samples,
         "rss_mib": [round(worker["rss_mib"]) for worker in memory],
     }
-
-
-async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
-    """Sleeps. Raises the run's error if it ends meanwhile."""
-    if (await asyncio.wait([training], timeout=seconds))[0]:
-        training.result()
-        raise RuntimeError("the run ended before the measurement")
 
 
 async def kills(case: Case, cluster: Cluster, model: Path, interval: float) -> dict[str, Any]:

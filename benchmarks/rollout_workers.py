@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_workers.py --quick
     python benchmarks/rollout_workers.py --json results.json
-    python benchmarks/rollout_workers.py --parts driver --profile
+    python benchmarks/rollout_workers.py --parts driver
 
 The first table is on a simulated clock: the real loops, window and workers over fake engines, with the slots of
 `share_slots` for 1, 4, 8 and 16 workers, and divided evenly among more workers for pairs of less than a group. A seed
@@ -18,12 +18,9 @@ worker. Turns per second of 8 workers with a core each are the smaller of what t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import cProfile
 import json
 import pickle
-import pstats
 import statistics
 import sys
 import tempfile
@@ -31,14 +28,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from command_line import parser_of, show, write_json
 from measure import cpu_seconds, provenance
 from record import make_group
-from rich.console import Console
-from rich.table import Table
 from rollout_actors import measure, orchestrator_of
 from rollouts import MEAN_TOKENS, SampleRows, length_of
 from tests.fakes.engine import FakeRequest
@@ -79,7 +74,6 @@ MIN_TURNS_PER_SECOND, MAX_LAG_MS, MAX_START_SECONDS, MAX_MIB = 5000, 20, 1, 150
 NUM_CORES = 8
 """Workers with a core each, for which turns per second are extrapolated."""
 PARTS = ("slots", "driver", "start", "turns", "lag", "kills")
-PACKAGES = ("numpy", "pyarrow", "ray")
 
 
 def answer(request: FakeRequest) -> list[int]:
@@ -102,13 +96,9 @@ class Case:
     @property
     def shares(self) -> list[list[int]]:
         """Slots of each worker on each server."""
-        capacities = [SLOTS] * self.servers
-        return even_shares(capacities, self.workers) if self.even else share_slots(capacities, self.workers, GROUP_SIZE)
-
-
-def even_shares(capacities: list[int], num_workers: int, group_size: int = 1) -> list[list[int]]:
-    """Divides each server among all workers."""
-    return [[capacity // num_workers for capacity in capacities] for _ in range(num_workers)]
+        if self.even:
+            return [[SLOTS // self.workers] * self.servers] * self.workers
+        return share_slots([SLOTS] * self.servers, self.workers, GROUP_SIZE)
 
 
 class TimedSimulation(Simulation):
@@ -222,7 +212,7 @@ class ScriptedWorker:
         )
 
 
-async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None = None) -> dict[str, Any]:
+async def driver_cpu(pickled: bool, steps: int) -> dict[str, Any]:
     """Runs a driver over a scripted worker as fast as it goes. Returns CPU in ms per finished sample, by thread."""
     config = config_of(
         group_size=GROUP_SIZE, prompts_batch_size_for_trainer=16, number_of_steps=steps, max_async_rollout=8,
@@ -237,11 +227,7 @@ async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None
         orchestrator = orchestrator_of(config, pool, slots, EnvironmentInfo("math", 100_000), "math", recorder)
         status = orchestrator.status
         before = cpu_seconds()
-        if profile is not None:
-            profile.enable()
         await supervisor.run_until(orchestrator.run(supervisor))
-        if profile is not None:
-            profile.disable()
         recorder.flush()
         used = Counter(cpu_seconds())
         used.subtract(before)
@@ -263,70 +249,54 @@ async def driver_cpu(pickled: bool, steps: int, profile: cProfile.Profile | None
     }
 
 
-def show(lost: Sequence[dict[str, Any]], drivers: Sequence[dict[str, Any]]) -> bool:
-    """Prints the tables. Returns whether every target is met."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    titles = ("servers", "max_async_rollout", "free lane", "workers", "slots of a pair", "steps/h", "lost", "check")
-    table = Table(*titles, title=f"Steps lost by dividing request slots (groups of {GROUP_SIZE})")
-    is_met = True
+def show_lost(lost: Sequence[dict[str, Any]]) -> bool:
+    """Prints the steps lost. Returns whether every target is met."""
+    rows, is_met = [], True
     for row in lost:
         good = row["loss"] <= MAX_LOSS
         is_met = is_met and (good or row["even"])
-        cells = (row["servers"], row["ahead"], row["frees"], row["workers"], " ".join(map(str, row["slots"])))
         speed = statistics.median(row["steps_per_hour"])
         check = ("ok" if good else "over 1 %") + (" (all servers shared evenly)" if row["even"] else "")
-        table.add_row(*map(str, cells), f"{speed:.1f}", f"{row['loss']:.2%}", check)
-    if lost:
-        console.print(table)
-    titles = ("reports", "samples", "driver", "loop", "recorder", "packing", "calls", "check")
-    table = Table(*titles, title=f"Driver: CPU in ms per finished sample of {NUM_TOKENS:,} tokens")
+        cells = (row["servers"], row["ahead"], row["frees"], row["workers"], " ".join(map(str, row["slots"])))
+        rows.append([*map(str, cells), f"{speed:.1f}", f"{row['loss']:.2%}", check])
+    titles = ("servers", "max_async_rollout", "free lane", "workers", "slots of a pair", "steps/h", "lost", "check")
+    show(titles, rows, f"Steps lost by dividing request slots (groups of {GROUP_SIZE})", texts=0)
+    return is_met
+
+
+def show_drivers(drivers: Sequence[dict[str, Any]]) -> bool:
+    """Prints the CPU time of the driver. Returns whether every target is met."""
+    rows, is_met = [], True
     for row in drivers:
         good = row["driver_ms"] <= MAX_DRIVER_MS
         is_met = is_met and good
         numbers = (f"{row[name]:.3f}" for name in ("driver_ms", "loop_ms", "recorder_ms", "packing_ms"))
-        table.add_row(
-            "pickled" if row["pickled"] else "objects", f"{row['samples']:,}", *numbers,
-            f"{row['calls_per_sample']:.2f}", "ok" if good else f"over {MAX_DRIVER_MS} ms",
-        )  # fmt: skip
-    if drivers:
-        console.print(table)
+        kind, check = "pickled" if row["pickled"] else "objects", "ok" if good else f"over {MAX_DRIVER_MS} ms"
+        rows.append([kind, f"{row['samples']:,}", *numbers, f"{row['calls_per_sample']:.2f}", check])
+    titles = ("reports", "samples", "driver", "loop", "recorder", "packing", "calls", "check")
+    show(titles, rows, f"Driver: CPU in ms per finished sample of {NUM_TOKENS:,} tokens")
     return is_met
 
 
 def show_actors(found: dict[str, list[dict[str, Any]]]) -> bool:
     """Prints what was measured of real workers. Returns whether every target is met."""
-    table = Table("what", "measured", "target", "check", title="Rollout workers in actors of Ray")
     checks: list[tuple[str, str, str, bool]] = []
     for row in found.get("turns", ()):
-        name = f"{pluralize(row['workers'], 'worker')}: "
+        name = f"{pluralize(row['workers'], 'worker')}: turns/s"
         cpu = f"{row['worker_ms_per_turn']:.2f} + {row['driver_ms_per_turn']:.2f} ms"
-        checks.append(
-            (f"{name}turns/s here; CPU a turn, worker + driver", f"{row['turns_per_second']:.0f}; {cpu}", "", True)
-        )
+        what = f"{name} here; CPU a turn, worker + driver"
+        checks.append((what, f"{row['turns_per_second']:.0f}; {cpu}", "", True))
         allowed = (NUM_CORES * 1000 / row["worker_ms_per_turn"], 1000 / row["driver_ms_per_turn"])
+        what = f"{name} that {NUM_CORES} cores of workers and one of the driver allow"
         rates = " and ".join(f"{rate:,.0f}" for rate in allowed)
-        target = MIN_TURNS_PER_SECOND
-        checks.append(
-            (
-                f"{name}turns/s that {NUM_CORES} cores of workers and one of the driver allow",
-                rates,
-                f"{target:,}",
-                min(allowed) >= target,
-            )
-        )
+        checks.append((what, rates, f"{MIN_TURNS_PER_SECOND:,}", min(allowed) >= MIN_TURNS_PER_SECOND))
     for row in found.get("lag", ()):
         load = f"{row['in_flight']:,.0f} in flight, {row['samples_per_second']:.0f} samples/s"
         what = f"lag of the driver's loop, p99, {load}"
         checks.append((what, f"{row['lag_p99_ms']:.1f} ms", f"{MAX_LAG_MS} ms", row["lag_p99_ms"] <= MAX_LAG_MS))
         checks.append(("  of its own CPU alone", f"{row['turns_p99_ms']:.1f} ms", "", True))
-        checks.append(
-            (
-                "  driver CPU a sample, Ray's calls included",
-                f"{row['driver_ms']:.2f} ms",
-                f"{MAX_DRIVER_MS} ms",
-                row["driver_ms"] <= MAX_DRIVER_MS,
-            )
-        )
+        what, good = "  driver CPU a sample, Ray's calls included", row["driver_ms"] <= MAX_DRIVER_MS
+        checks.append((what, f"{row['driver_ms']:.2f} ms", f"{MAX_DRIVER_MS} ms", good))
     for row in found.get("kills", ()):
         what = f"{row['kills']} kills in {row['seconds']:.0f} s: samples run again, of {row['samples_of_trained']:,}"
         checks.append((what, f"{row['samples_run_again']}; {row['masked']} masked", "ledger exact", row["exact"]))
@@ -335,49 +305,37 @@ def show_actors(found: dict[str, list[dict[str, Any]]]) -> bool:
         checks.append((what, f"{row['seconds']:.2f} s", f"{MAX_START_SECONDS} s", row["seconds"] <= MAX_START_SECONDS))
         what = f"memory of a worker, private {row['private_mib']:.0f} MiB; of an empty actor {row['ray_rss_mib']:.0f}"
         checks.append((what, f"{row['rss_mib']:.0f} MiB", f"{MAX_MIB} MiB", row["rss_mib"] <= MAX_MIB))
-    for *cells, good in checks:
-        table.add_row(*map(str, cells), "ok" if good else "missed")
-    if checks:
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+    rows = [(*cells, "ok" if good else "missed") for *cells, good in checks]
+    show(("what", "measured", "target", "check"), rows, "Rollout workers in actors of Ray", width=140)
     return all(good for *_, good in checks)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the simulated runs (default: 0 1 2)")
-    add("--steps", type=int, default=20, help="measured steps of each simulated run (default: 20)")
-    add("--profile", action="store_true", help="print where the driver's event loop spends its time")
-    add("--quick", action="store_true", help="one setting, one seed and few steps")
-    add("--json", type=Path, metavar="FILE", help="write results there; keeps other parts in the file")
+    parser = parser_of(__doc__, "one setting, one seed and few steps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seeds, arguments.steps = [0], 5
-    made = provenance(PACKAGES)
-    lost = lost_steps(cases_of(arguments.quick), arguments.steps, arguments.seeds) if "slots" in arguments.parts else []
-    drivers = []
+    quick, path = arguments.quick, arguments.json
+    steps, seeds = (5, [0]) if quick else (20, [0, 1, 2])
+    made, is_met = provenance(["numpy", "pyarrow", "ray"]), True
+    found: dict[str, list[dict[str, Any]]] = {}
+    if "slots" in arguments.parts:
+        found["slots"] = lost_steps(cases_of(quick), steps, seeds)
+        is_met &= show_lost(found["slots"])
     if "driver" in arguments.parts:
-        num_steps = 20 if arguments.quick else 50
         asyncio.run(driver_cpu(False, 5))  # imports, and the first rows
+        found["driver"] = []
         for pickled in (False, True):
-            runs = [asyncio.run(driver_cpu(pickled, num_steps)) for _ in arguments.seeds]
-            drivers.append(sorted(runs, key=lambda run: run["driver_ms"])[len(runs) // 2])
-    actors = measure([part for part in arguments.parts if part not in ("slots", "driver")], arguments.quick)
-    is_met = show(lost, drivers)
-    is_met = show_actors(actors) and is_met
-    if arguments.profile:
-        profile = cProfile.Profile()
-        asyncio.run(driver_cpu(True, 50, profile))
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-    if arguments.json:
-        report = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        settings = {"seeds": arguments.seeds, "steps": arguments.steps, "group_size": GROUP_SIZE, "slots": SLOTS}
-        for part, results in (("slots", lost), ("driver", drivers), *actors.items()):
-            if part in arguments.parts:
-                report[part] = {"provenance": made, "settings": settings, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if is_met else 1
+            runs = [asyncio.run(driver_cpu(pickled, 20 if quick else 50)) for _ in seeds]
+            found["driver"].append(sorted(runs, key=lambda run: run["driver_ms"])[len(runs) // 2])
+        is_met &= show_drivers(found["driver"])
+    if actors := measure([part for part in arguments.parts if part not in found], quick):
+        is_met &= show_actors(actors)
+    report = json.loads(path.read_text()) if path and path.exists() else {}
+    settings = {"seeds": seeds, "steps": steps, "group_size": GROUP_SIZE, "slots": SLOTS}
+    for part, results in (found | actors).items():
+        report[part] = {"provenance": made, "settings": settings, "results": results}
+    write_json(path, report)  # keeps other parts in the file
+    return int(not is_met)
 
 
 if __name__ == "__main__":

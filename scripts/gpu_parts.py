@@ -54,7 +54,7 @@ PRECISION_AWARE = (
     "megatron_exp_avg_sq_dtype=bfloat16 megatron_main_grads_dtype=bfloat16 megatron_grad_reduce_in_fp32=false"
 )
 VERIFY_4B = (
-    f"{BENCHMARK}/random_model.py qwen3-4b {{folder}}/model && exec {RUN} verify "
+    f"{BENCHMARK}/random_model.py 4b {{folder}}/model && exec {RUN} verify "
     f"{DEMO.replace('{tiny}', '{folder}/model')} --share_gpus true --gpu_memory_utilization 0.2 "
     "--mixed_precision_dtype bfloat16 --max_tokens 256 --max_model_len 512 --seq_len 2048 --json {json}"
 )

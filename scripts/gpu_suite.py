@@ -4,11 +4,10 @@
     python scripts/gpu_suite.py --json results.json --only experts "four ranks"    these, in this order
     python scripts/gpu_suite.py --list                    the parts, their needs and durations
 
-Each part is a separate process with a deadline and its own GPUs; parts whose GPUs are free run side by side, unless
-`--one-at-a-time`. Parts that need more GPUs than exist, or more time than is left, are skipped and reported. Results
-are written before and after every part, so a lost machine costs only the running parts, and their names and start times
-remain ("running"). Ctrl-C or SIGTERM ends what runs, and the report marks it ("interrupted"). Exit code 1 when a part
-failed, or none ran.
+Each part is a separate process with a deadline and its own GPUs; parts whose GPUs are free run side by side. Parts that
+need more GPUs than exist, or more time than is left, are skipped and reported. Results are written before and after
+every part, so a lost machine costs only the running parts, and their names and start times remain ("running"). Ctrl-C
+or SIGTERM ends what runs, and the report marks it ("interrupted"). Exit code 1 when a part failed, or none ran.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]
 
 # These import nothing that must be installed.
 from gpu_parts import PARTS, RUN, Part  # noqa: E402
-from measure import sources  # noqa: E402
+from measure import gpu_names, sources  # noqa: E402
 
 MEASURED = ("src", "benchmarks/*.py", "scripts", "tests")
 """Paths to which the commit in the report refers."""
@@ -54,7 +53,6 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="only these, in this order"
     )
-    parser.add_argument("--one-at-a-time", action="store_true", help="run no two parts side by side")
     parser.add_argument("--folder", type=Path, help="keep output and results of the parts here (default: nowhere)")
     parser.add_argument("--list", action="store_true", help="print the parts and exit")
     arguments = parser.parse_args()
@@ -76,7 +74,7 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
         folder = arguments.folder or Path(temporary)
-        suite = Suite(parts, gpu_ids(len(gpus)), folder, arguments.minutes * 60, arguments.one_at_a_time)
+        suite = Suite(parts, gpu_ids(len(gpus)), folder, arguments.minutes * 60)
 
         def note(part: Part, result: dict[str, Any]) -> None:
             found[part.name] = asdict(part) | result
@@ -131,16 +129,6 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def gpu_names() -> list[str]:
-    """Returns the GPUs of this machine as the driver lists them; empty without one."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.strip().splitlines()
-
-
 def gpu_ids(count: int) -> list[str]:
     """Returns the GPUs of CUDA_VISIBLE_DEVICES, or all of the machine's when it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -154,15 +142,12 @@ class Suite:
     that it waits for.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], gpus: Sequence[str], folder: Path, seconds: float, one_at_a_time: bool = False
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], gpus: Sequence[str], folder: Path, seconds: float) -> None:
         self._waiting = list(parts)
         self._num_gpus = len(gpus)
         self._free = list(gpus)
         self._folder = folder
         self._ends = time.monotonic() + seconds
-        self._one_at_a_time = one_at_a_time
         self._running: list[Running] = []
         self._num_started = 0
         self.ended_by: int | None = None
@@ -187,7 +172,7 @@ class Suite:
     def _start_what_fits(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         before = float("inf")
         for part in list(self._waiting):
-            if self.ended_by is not None or (self._one_at_a_time and self._running):
+            if self.ended_by is not None:
                 return
             if part.num_gpus <= len(self._free) and time.monotonic() + part.seconds <= before:
                 self._waiting.remove(part)
