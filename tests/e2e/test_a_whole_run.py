@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tests.browser import DashboardProcess, open_browser
-from tests.e2e.train_command import Command
+from tests.e2e.train_command import Command, steps_of
 
 from telescope.record.reader import Run
 
@@ -68,12 +68,9 @@ def command(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A run that has ended its third step."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "own_backend.py").write_text(BACKEND)
-    command = Command(tiny_model, folder, 20000, *FLAGS.split())
-    try:
+    with Command(tiny_model, folder, 20000, *FLAGS.split()) as command:
         command.wait_for("third step", command.printed("step 2 (3 of 500)"), 400)
         yield command
-    finally:
-        command.process.kill()
 
 
 @pytest.mark.browser
@@ -111,13 +108,12 @@ def test_a_run_with_a_custom_backend_reports_every_modifier_and_ends_by_a_schedu
     assert command.process.wait(timeout=90) == 130
     assert "Aborted" not in command.log.read_text()
     assert "Traceback" not in command.log.read_text()
-    command.wait_for("end of every process", lambda: not command.family(), 60)
+    command.leaves_no_process()
     summary = json.loads((command.run_dir / "summary.json").read_text())
     assert summary["status"] == "stopped"
     run = Run(command.run_dir)
     assert run.status == "stopped"
-    steps = run.table("steps").to_pylist(maps_as_pydicts="strict")
-    steps.sort(key=lambda row: row["step"])
+    steps = steps_of(run)
     numbers = {row["step"] for row in steps}
     assert numbers == set(run.table("step_stats")["step"].to_pylist()) == set(run.table("tokens")["step"].to_pylist())
     assert {"driver", "inference-0"} <= set(run.table("logs")["component"].to_pylist())
@@ -141,8 +137,7 @@ def test_a_run_with_a_custom_backend_reports_every_modifier_and_ends_by_a_schedu
 
 
 def test_a_sync_sends_adapters_only_and_engines_agree_with_the_trainer(command: Command, tiny_model: Path) -> None:
-    rows = Run(command.run_dir).table("steps").to_pylist(maps_as_pydicts="strict")
-    steps = [row["metrics"] for row in rows]
+    steps = [row["metrics"] for row in steps_of(Run(command.run_dir))]
     model_bytes = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
     sent = [metrics["weight_sync/bytes"] for metrics in steps if "weight_sync/bytes" in metrics]
     assert len(sent) >= len(steps) - 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.train_command import ROOT, steps_of
 
 from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL_OPEN
 from telescope.environments.countdown.puzzles import parse
@@ -18,7 +19,6 @@ from telescope.tiny_model.cache import ensure_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600
 
 FLAGS = """
@@ -37,8 +37,7 @@ def trained(folder: Path, config: str, num_steps: int, **model: Any) -> Run:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     record = Run(folder / "run")
-    steps = sorted(record.table("steps").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["step"])
-    rewards = [row["metrics"]["reward/all_groups/mean"] for row in steps]
+    rewards = [row["metrics"]["reward/all_groups/mean"] for row in steps_of(record)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     return record
 

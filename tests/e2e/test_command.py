@@ -22,29 +22,23 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_behind(tiny_model: Path, tmp_path: Path) -> None:
-    command = Command(tiny_model, tmp_path, 18620)
-    try:
+    with Command(tiny_model, tmp_path, 18620) as command:
         command.wait_for("start of the workers", command.printed("starting the trainer"), 300)
         command.wait_for("vLLM process", lambda: any("vllm" in line for line in command.family()), 120)
         command.interrupt()
         time.sleep(0.3)
         command.interrupt()
         assert command.process.wait(timeout=60) == 130
-    finally:
-        command.process.kill()
-    command.wait_for("end of every process", lambda: not command.family(), 30)
+    command.leaves_no_process()
 
 
 def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_path: Path) -> None:
-    command = Command(tiny_model, tmp_path, 18650)
-    try:
+    with Command(tiny_model, tmp_path, 18650) as command:
         command.wait_for("start of Ray", command.printed("starting Ray"), 120)
         command.wait_for("GCS", lambda: any("gcs_server" in line for line in command.family()), 60)
         command.interrupt()
         assert command.process.wait(timeout=60) == 130
-    finally:
-        command.process.kill()
-    command.wait_for("end of every process", lambda: not command.family(), 60)
+    command.leaves_no_process()
     assert json.loads((command.run_dir / "summary.json").read_text())["status"] == "stopped"
 
 
@@ -58,16 +52,12 @@ def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_pat
 def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind(
     tiny_model: Path, tmp_path: Path, phase: str, process: str
 ) -> None:
-    command = Command(tiny_model, tmp_path, 18630)
-    try:
+    with Command(tiny_model, tmp_path, 18630) as command:
         command.wait_for(phase, command.printed(phase), 300)
         command.wait_for(f"{process} process", lambda: any(process in line for line in command.family()), 120)
         time.sleep(1.0)  # into its imports
         assert len(command.family()) > 3
-    finally:
-        command.process.kill()
-    command.process.wait(timeout=30)
-    command.wait_for("end of every process", lambda: not command.family(), 30)
+    command.leaves_no_process()
 
 
 @pytest.mark.slow
@@ -78,37 +68,26 @@ def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printe
 ) -> None:
     command = Command(tiny_model, tmp_path, 18660, "--checkpoint_every=1", *flags.split())
     checkpoints = CheckpointFolder(command.run_dir / "checkpoints")
-    try:
+    with command:
         command.wait_for("second checkpoint", lambda: len(checkpoints.steps()) > 1, 400)
         assert len(command.family()) > 8
-    finally:
-        command.process.kill()
-    command.process.wait(timeout=30)
-    command.wait_for("end of every process", lambda: not command.family(), 30)
+    command.leaves_no_process()
     last = checkpoints.steps()[-1]
     resume = partial(Command, tiny_model, tmp_path, 18660, number_of_steps=last + 2, resume=True)
-    resumed = resume()
-    try:  # killed again between its last checkpoint and its end
+    with resume() as resumed:  # killed again between its last checkpoint and its end
         resumed.wait_for("evals after training", resumed.printed("] evaluating "), 400)
-    finally:
-        resumed.process.kill()
-    resumed.process.wait(timeout=30)
-    resumed.wait_for("end of every process", lambda: not resumed.family(), 30)
+    resumed.leaves_no_process()
     assert not (command.run_dir / "summary.json").exists()
     finishing = resume()
-    try:
-        assert finishing.process.wait(timeout=400) == 0
-    finally:
-        finishing.process.kill()
+    run = finishing.finish(400)
     output = finishing.log.read_text()
     summary = json.loads((command.run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["evals"][-1]["version"]) == ("finished", last + 2, last + 2)
     origin = read_origin(command.run_dir / "model")
     assert origin is not None and origin.checkpoint.step == last + 2
     finished = resume()
-    assert finished.process.wait(timeout=100) == 0
+    finished.finish(100)
     assert f"has finished {last + 2} steps: nothing is left to do" in finished.log.read_text()
-    run = Run(command.run_dir)
     steps = [(row["step"], row["attempt"]) for row in run.table("steps").to_pylist()]
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
     assert checkpoints.steps()[-1] == last + 2

@@ -36,9 +36,7 @@ def start(model: Path, folder: Path, *flags: str, num_steps: int = NUM_STEPS, **
 
 @pytest.fixture(scope="module")
 def straight(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    command = start(tiny_model, tmp_path_factory.mktemp("straight"))
-    assert command.process.wait(timeout=600) == 0, command.log.read_text()[-3000:]
-    return Run(command.run_dir)
+    return start(tiny_model, tmp_path_factory.mktemp("straight")).finish()
 
 
 @pytest.mark.timeout(3600)
@@ -59,12 +57,12 @@ def test_a_run_whose_processes_are_killed_at_any_time_trains_every_prompt_once(
                 kill(command.process.pid, target, choice)
                 continue
             command.process.kill()
-            wait_until_all_have_ended(command)
+            command.leaves_no_process()
             command = start(tiny_model, folder, "--resume_from_checkpoint=true")
-        assert command.process.wait(timeout=900) == 0, command.log.read_text()[-3000:]
+        run = command.finish(900)
     finally:
         command.process.kill()
-    assert_trains_the_same(Run(command.run_dir), straight)
+    assert_trains_the_same(run, straight)
 
 
 @pytest.mark.timeout(1800)
@@ -78,12 +76,11 @@ def test_a_run_of_agents_whose_driver_is_killed_trains_every_prompt_once(tiny_mo
             wait_until_it_trains(command)
             assert command.process.poll() is None, command.log.read_text()[-3000:]
             command.process.kill()
-            wait_until_all_have_ended(command)
+            command.leaves_no_process()
             command = again("--resume_from_checkpoint=true")
-        assert command.process.wait(timeout=600) == 0, command.log.read_text()[-3000:]
+        run = command.finish()
     finally:
         command.process.kill()
-    run = Run(command.run_dir)
     check_ledger(run)
     assert len(run.attempts()) == 3
     assert {row["num_turns"] for row in rows(run, "samples", "kept")} == {2}
@@ -98,8 +95,3 @@ def wait_until_it_trains(command: Command) -> None:
         return command.process.poll() is not None or (saved and bool(phases) and phases[-1].endswith("] training"))
 
     command.wait_for("training", trains, 300)
-
-
-def wait_until_all_have_ended(command: Command) -> None:
-    command.process.wait(timeout=30)
-    command.wait_for("end of every process", lambda: not command.family(), 60)

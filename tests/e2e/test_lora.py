@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.e2e.train_command import Command
+from tests.e2e.train_command import Command, steps_of
 
 from telescope.orchestrator.conversion import convert
-from telescope.record.reader import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -25,9 +24,7 @@ def test_reward_rises_when_adapters_alone_are_trained(tiny_model: Path, tmp_path
     command = Command(
         tiny_model, tmp_path, 20300, *FLAGS.split(), f"--lora_sync={lora_sync}", number_of_steps=NUM_STEPS
     )
-    assert command.process.wait(timeout=600) == 0, command.log.read_text()[-3000:]
-    rows = Run(tmp_path / "run").table("steps").to_pylist(maps_as_pydicts="strict")
-    steps = [row["metrics"] for row in sorted(rows, key=lambda row: row["step"])]
+    steps = [row["metrics"] for row in steps_of(command.finish())]
     rewards = [metrics["reward/all_groups/mean"] for metrics in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
     # Of samples that the trainer's current weights sampled, as the servers hold them.

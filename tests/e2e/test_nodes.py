@@ -12,7 +12,6 @@ from tests.e2e.kills import FLAGS, check_ledger, rows
 from tests.e2e.nodes import Nodes
 from tests.e2e.train_command import Command
 
-from telescope.record.reader import Run
 from telescope.sandbox.ledger import SandboxLedger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sandbox, pytest.mark.namespaces]
@@ -45,10 +44,9 @@ def test_a_run_on_three_nodes_goes_on_without_one_and_uses_it_again_when_it_has_
     assert checked.returncode == 0
 
     flags = [f"--ray_address={nodes.ray_address}", *(f"--{name}={value}" for name, value in FIELDS.items())]
-    command = Command(
+    with Command(
         tiny_model, tmp_path, PORT, *flags, config="demo_sandbox.yaml", within=nodes.within(0), number_of_steps=16
-    )
-    try:
+    ) as command:
         wait_for_step(command, 4)
         for index in range(3):
             assert "TrainerActor" in nodes.titles(index)
@@ -56,10 +54,7 @@ def test_a_run_on_three_nodes_goes_on_without_one_and_uses_it_again_when_it_has_
             assert "bwrap" in nodes.titles(index)
         assert sum("vllm.entrypoints" in nodes.titles(index) for index in range(3)) == 2
         nodes.lose(LOST)
-        assert command.process.wait(timeout=900) == 0, command.log.read_text()[-3000:]
-    finally:
-        command.process.kill()
-    run = Run(command.run_dir)
+        run = command.finish(900)
     check_ledger(run)
     assert "(restart 1 of 3)" in command.log.read_text()
     assert len({row["node"] for row in rows(run, "gauges")} - {None}) == 3
@@ -67,15 +62,11 @@ def test_a_run_on_three_nodes_goes_on_without_one_and_uses_it_again_when_it_has_
     assert not left_sandboxes(command.run_dir)
 
     nodes.start(LOST)
-    command = Command(tiny_model, tmp_path, PORT, within=nodes.within(0), number_of_steps=20, resume=True)
-    try:
+    with Command(tiny_model, tmp_path, PORT, within=nodes.within(0), number_of_steps=20, resume=True) as command:
         wait_for_step(command, 18)
         for name in ("TrainerActor", "RolloutActor"):
             assert name in nodes.titles(LOST)
-        assert command.process.wait(timeout=900) == 0, command.log.read_text()[-3000:]
-    finally:
-        command.process.kill()
-    check_ledger(Run(command.run_dir))
+        check_ledger(command.finish(900))
     assert not left_sandboxes(command.run_dir)
 
 

@@ -11,16 +11,25 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from telescope.record.reader import Run
 
 ROOT = Path(__file__).parents[2]
 MARK = "TELESCOPE_TEST_MARK"
 """An environment variable that every process of a run inherits, so that none can be left behind unseen."""
 
 
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    """Returns the rows of a run's steps in order."""
+    rows = run.table("steps").to_pylist(maps_as_pydicts="strict")
+    return sorted(rows, key=lambda row: row["step"])
+
+
 class Command:
-    """A running `train.py` on a demo's config, and every process that descends from it."""
+    """A running `train.py` on a demo's config, with all processes below it; leaving the context kills it."""
 
     def __init__(
         self,
@@ -51,6 +60,23 @@ class Command:
             self.process = subprocess.Popen(
                 command, cwd=folder, stdout=output, stderr=output, env=environment, start_new_session=True
             )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+
+    def finish(self, seconds: float = 600) -> Run:
+        """Waits for an end without an error. Returns the record of the run."""
+        with self:
+            assert self.process.wait(timeout=seconds) == 0, self.log.read_text()[-3000:]
+        return Run(self.run_dir)
+
+    def leaves_no_process(self) -> None:
+        """Waits until every process of it has ended."""
+        self.process.wait(timeout=30)
+        self.wait_for("end of every process", lambda: not self.family(), 60)
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

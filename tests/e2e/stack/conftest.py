@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.e2e.train_command import steps_of
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
@@ -48,8 +49,7 @@ class Outcome:
     record: Run
 
     def steps(self) -> list[dict[str, Any]]:
-        rows = self.record.table("steps").to_pylist(maps_as_pydicts="strict")
-        return sorted(rows, key=lambda row: row["step"])
+        return steps_of(self.record)
 
     def samples(self, **conditions: Any) -> list[dict[str, Any]]:
         texts = self.record.sql("select sample_id, prompt_text, completion_text from samples").to_dicts()
