@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, serving
+from tests.integration.weights.vllm_server import (
+    PROBE_TOKENS,
+    Server,
+    distance,
+    disturb,
+    make_model,
+    model_logprobs,
+    serving,
+)
 
 from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest
@@ -33,29 +41,10 @@ def half_way(server: Server, action: Callable[[], object]) -> Iterator[tuple[str
         yield item
 
 
-def logprobs(server: Server) -> list[float]:
-    return server.run(server.client.prompt_logprobs(PROBE_TOKENS))
-
-
-def distance(left: list[float], right: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(left, right, strict=True))
-
-
-def equal_within(server: Server) -> float:
-    """Nats by which logprobs of one set of weights may differ. On a GPU the engine's attention multiplies in TF32."""
-    return 1e-4 if server.gpu is None else 2e-2
-
-
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
 def test_after_a_background_sync_the_engine_computes_with_the_new_weights(server, mode, bucket_mb):
     assert server.background
-    before = logprobs(server)
-    disturb(server.model, seed=server.version + 1)
-    done = server.sync(mode=mode, bucket_mb=bucket_mb)
-    assert done.probe.ok, str(done.probe)
-    assert done.probe.num_tensors == len(list(server.model.parameters()))
-    assert distance(logprobs(server), model_logprobs(server.model, PROBE_TOKENS)) < equal_within(server)
-    assert distance(logprobs(server), before) > 0.1
+    server.check_new_weights(mode, bucket_mb)
 
 
 def test_the_engine_samples_from_the_old_weights_until_the_swap(server):
@@ -76,11 +65,11 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server):
         update, half_way(server, lambda: asyncio.run_coroutine_threadsafe(ask(), server.loop).result(60))
     )
     assert report.errors == {}
-    assert distance(during[0], old) < equal_within(server), "half of the new weights had arrived"
-    assert distance(logprobs(server), old) < equal_within(server), "all of them had arrived"
+    assert server.has(old), "all of the new weights had arrived"
+    assert server.has(during[0]), "half of them had arrived"
     server.run(server.swap(update))
     assert server.probe(report).ok
-    assert distance(logprobs(server), old) > 0.1
+    assert distance(server.logprobs(), old) > 0.1
 
 
 @pytest.mark.parametrize(("fault", "name"), [
@@ -93,13 +82,7 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server):
     pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it(server, fault, name):
-    corrupted = server.corrupted_sync(fault, name)
-    assert not corrupted.ok
-    every = {name for name, _ in server.model.named_parameters()}
-    other = name.replace("gate_proj", "up_proj")
-    wrong = every if fault in ("nothing", "no swap") else {name, other} if fault == "swapped" else {name}
-    assert set(corrupted.mismatched) == wrong
-    server.verified_sync()
+    server.check_corrupted(fault, name)
 
 
 def test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it(server):
@@ -109,10 +92,10 @@ def test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_rep
     update = server.next_update(mode="per_tensor")
     report = server.receive(update, half_way(server, lambda: server.sender.abort(0, "half way, on purpose")))
     assert "half way" in report.errors[0]
-    assert distance(logprobs(server), old) < equal_within(server)
+    assert server.has(old)
     with pytest.raises(InfrastructureError, match="half way"):
         server.run(server.swap(update))
-    assert distance(logprobs(server), old) < equal_within(server)
+    assert server.has(old)
     server.connect()
     server.verified_sync()
 

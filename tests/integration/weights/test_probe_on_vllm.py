@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.fakes.client import metrics_of
-from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, serving
+from tests.integration.weights.vllm_server import Server, disturb, make_model, serving
 
 from telescope.errors import InfrastructureError, RunError
 from telescope.inference.base import GenerateRequest
@@ -33,24 +33,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
 def test_after_a_sync_the_engine_computes_with_the_new_weights(server, mode, bucket_mb):
-    before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
-    disturb(server.model, seed=server.version + 1)
-    done = server.sync(mode=mode, bucket_mb=bucket_mb)
-    assert done.probe.ok, str(done.probe)
-    assert done.probe.num_tensors == len(list(server.model.parameters()))
-    after = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
-    expected = model_logprobs(server.model, PROBE_TOKENS)
-    assert max(abs(a - b) for a, b in zip(after, expected, strict=True)) < 1e-4
-    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+    done = server.check_new_weights(mode, bucket_mb)
     assert done.pause_seconds >= done.report.engine_seconds[0] > 0
 
 
 def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(server, tmp_path):
     disturb(server.model, seed=server.version + 1)
     server.load_folder(tmp_path)
-    loaded = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
-    expected = model_logprobs(server.model, PROBE_TOKENS)
-    assert max(abs(a - b) for a, b in zip(loaded, expected, strict=True)) < 1e-4
+    assert server.has_the_models_weights()
     server.fault("skipped", "model.norm.weight")
     disturb(server.model, seed=server.version + 1)
     with pytest.raises(RunError, match=r"has not loaded the weights of .*model\.norm\.weight"):
@@ -73,13 +63,7 @@ def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(serv
     ("bit", "model.layers.1.input_layernorm.weight"),
 ])  # fmt: skip
 def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it(server, fault, name):
-    corrupted = server.corrupted_sync(fault, name)
-    assert not corrupted.ok
-    every = {name for name, _ in server.model.named_parameters()}
-    swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
-    wrong = every if fault == "nothing" else {name, swapped_with} if fault == "swapped" else {name}
-    assert set(corrupted.mismatched) == wrong
-    server.verified_sync()
+    server.check_corrupted(fault, name)
 
 
 def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server):

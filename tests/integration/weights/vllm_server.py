@@ -136,6 +136,11 @@ def model_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
     return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0].tolist()
 
 
+def distance(left: list[float], right: list[float]) -> float:
+    """The largest difference of two lists of logprobs, in nats."""
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
 def in_background(update: UpdateInfo) -> UpdateInfo:
     return replace(update, background=True)
 
@@ -332,6 +337,37 @@ class Server:
             trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
             engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)), precisions=[self.dtype],
         )  # fmt: skip
+
+    def logprobs(self) -> list[float]:
+        """The engine's logprobs of the probe's text."""
+        return self.run(self.client.prompt_logprobs(PROBE_TOKENS))
+
+    def has(self, logprobs: list[float]) -> bool:
+        """Whether the engine computes these. On a GPU its attention multiplies in TF32."""
+        return distance(self.logprobs(), logprobs) < (1e-4 if self.gpu is None else 2e-2)
+
+    def has_the_models_weights(self) -> bool:
+        return self.has(model_logprobs(self.model, PROBE_TOKENS))
+
+    def check_new_weights(self, mode: str, bucket_mb: int) -> Sync:
+        """After a sync of changed weights the engine computes with them."""
+        before = self.logprobs()
+        disturb(self.model, seed=self.version + 1)
+        done = self.sync(mode=mode, bucket_mb=bucket_mb)
+        assert done.probe.ok, str(done.probe)
+        assert done.probe.num_tensors == len(names_of(self.model))
+        assert self.has_the_models_weights()
+        assert distance(self.logprobs(), before) > 0.1
+        return done
+
+    def check_corrupted(self, fault: str, name: str, rank: int | None = None) -> None:
+        """The probe names the wrong tensors of a sync with a fault, and the next sync repairs it."""
+        corrupted = self.corrupted_sync(fault, name, rank)
+        assert not corrupted.ok
+        other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
+        wrong = {"nothing": names_of(self.model), "no swap": names_of(self.model), "swapped": [name, other]}
+        assert set(corrupted.mismatched) == set(wrong.get(fault, [name]))
+        self.verified_sync()
 
     def break_off(self) -> None:
         """Begin a sync and give it up half way: the sender is aborted while the engine waits for a bucket."""
