@@ -3,7 +3,8 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -48,6 +49,20 @@ async def connect() -> AsyncIterator[object]:
         await client.close()
     for server in servers:
         await server.stop()
+
+
+@asynccontextmanager
+async def server_that_answers(
+    answers: dict[str, Callable[[web.Request], Awaitable[web.Response]]], **options: Any
+) -> AsyncIterator[EngineClient]:
+    """A client of a server with these answers to requests by POST."""
+    app = web.Application()
+    for route, answer in answers.items():
+        app.router.add_post(route, answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 3, **options)
+        yield client
+        await client.close()
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -179,12 +194,8 @@ async def test_an_answer_across_thousands_of_syncs_has_all_its_version_spans() -
         headers = {wire.VERSION_SPANS_HEADER: json.dumps(starts)}
         return web.json_response({"choices": [choice]}, headers=headers)
 
-    app = web.Application()
-    app.router.add_post(wire.GENERATE_ROUTE, answer)
-    async with TestServer(app) as server:
-        client = EngineClient(str(server.make_url("")), "secret")
+    async with server_that_answers({wire.GENERATE_ROUTE: answer}) as client:
         assert len((await client.generate(request())).version_spans) == len(starts)
-        await client.close()
 
 
 async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
@@ -239,12 +250,8 @@ async def test_nan_weights_are_a_valid_probe_answer() -> None:
         message = "Out of range float values are not JSON compliant"  # the message of vLLM 0.32
         return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
 
-    app = web.Application()
-    app.router.add_post(wire.GENERATE_ROUTE, answer)
-    async with TestServer(app) as server:
-        client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 0)
+    async with server_that_answers({wire.GENERATE_ROUTE: answer}) as client:
         logprobs = await client.prompt_logprobs([1, 2, 3])
-        await client.close()
     assert len(logprobs) == 2 and all(math.isnan(value) for value in logprobs)
     assert not compare_logprobs([-1.0, -2.0], logprobs, ["float32"]).ok
 
@@ -260,16 +267,12 @@ async def test_a_failure_in_one_worker_fails_the_server() -> None:
         assert (await request.json())["method"] == "telescope_failure"
         return web.json_response({"results": [{"failure": failure} for failure in failures]})
 
-    app = web.Application()
-    app.router.add_post(wire.UPDATE_WEIGHTS_ROUTE, answer)
-    app.router.add_post(wire.COLLECTIVE_RPC_ROUTE, ask_workers)
-    async with TestServer(app) as server:
-        client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 3, num_workers=2)
+    routes = {wire.UPDATE_WEIGHTS_ROUTE: answer, wire.COLLECTIVE_RPC_ROUTE: ask_workers}
+    async with server_that_answers(routes, num_workers=2) as client:
         with pytest.raises(InfrastructureError, match=r"server 3 .*worker 1: the sender is gone"):
             await client.update_weights(NO_WEIGHTS)
         failures[1] = None
         await client.update_weights(NO_WEIGHTS)
-        await client.close()
 
 
 async def test_one_request_id_is_not_used_twice_at_once(connect) -> None:
