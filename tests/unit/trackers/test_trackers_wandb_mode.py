@@ -9,48 +9,41 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.errors import ConfigError
 from telescope.trackers.wandb import wandb_mode
 
-
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
-def test_the_environment_variable_decides(mode, tmp_path):
-    assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": mode}) == mode
-
-
-def test_an_old_mode_of_wandb_counts_like_its_new_name(tmp_path):
-    environment = {"HOME": str(tmp_path), "WANDB_API_KEY": "k" * 40}
-    assert wandb_mode({**environment, "WANDB_MODE": "dryrun"}) == "offline"
-    assert wandb_mode({"HOME": str(tmp_path), "WANDB_MODE": "run"}) == "online"
+OWN = "[default]\nbase_url = http://wandb.example.org:8080\n"
+KEY = {"WANDB_API_KEY": "k" * 40}
+ELSEWHERE = {"WANDB_BASE_URL": "https://wandb.example.org"}
 
 
-def test_without_credentials_a_run_is_offline(tmp_path):
-    assert wandb_mode({"HOME": str(tmp_path)}) == "offline"
+def machine(name: str) -> str:
+    return f"machine {name} login user password secret\n"
 
 
-def test_a_key_makes_it_online(tmp_path):
-    assert wandb_mode({"HOME": str(tmp_path), "WANDB_API_KEY": "k" * 40}) == "online"
+@pytest.mark.parametrize(
+    ("files", "environment", "mode"),
+    [
+        *(({}, {"WANDB_MODE": mode}, mode) for mode in ("online", "offline", "disabled")),
+        ({}, {**KEY, "WANDB_MODE": "dryrun"}, "offline"), ({}, {"WANDB_MODE": "run"}, "online"),  # old names
+        ({}, {}, "offline"), ({}, KEY, "online"),
+        *(({".netrc": machine(host)}, used, mode) for host in ("api.wandb.ai", "api.forge.coreweave.com")
+          for used, mode in (({}, "online"), (ELSEWHERE, "offline"))),
+        # `wandb login --host` writes the settings.
+        ({"settings": OWN}, {}, "offline"), ({"settings": OWN, ".netrc": machine("wandb.example.org")}, {}, "online"),
+        ({"settings": OWN, ".netrc": machine("wandb.example.org:8080")}, {}, "online"),
+        ({"settings": "base_url", ".netrc": "machine\n"}, {}, "offline"),  # damaged
+    ],
+)  # fmt: skip
+def test_a_run_is_online_with_credentials_for_the_server_that_is_used(tmp_path, files, environment, mode):
+    (tmp_path / ".config" / "wandb").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / (".config/wandb/settings" if name == "settings" else name)).write_text(text)
+    assert wandb_mode({"HOME": str(tmp_path), **environment}) == mode
 
 
-@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
-def test_netrc_counts_for_the_server_that_is_used(host, tmp_path):
-    (tmp_path / ".netrc").write_text(f"machine {host} login user password secret\n")
-    assert wandb_mode({"HOME": str(tmp_path)}) == "online"
-    assert wandb_mode({"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
-
-
-@pytest.mark.parametrize("name", ["wandb.example.org", "wandb.example.org:8080"])
-def test_the_server_of_wandb_login_host_is_used(name, tmp_path):
-    settings = tmp_path / ".config" / "wandb"
-    settings.mkdir(parents=True)
-    (settings / "settings").write_text("[default]\nbase_url = http://wandb.example.org:8080\n")
-    assert wandb_mode({"HOME": str(tmp_path)}) == "offline"
-    (tmp_path / ".netrc").write_text(f"machine {name} login user password secret\n")
-    assert wandb_mode({"HOME": str(tmp_path)}) == "online"
-
-
-def test_damaged_files_are_no_credentials(tmp_path):
-    (tmp_path / "broken").write_text("machine\n")
-    (tmp_path / "settings").write_text("base_url")
-    environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "broken"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    assert wandb_mode(environment) == "offline"
+def test_files_in_other_places_are_read(tmp_path):
+    (tmp_path / "netrc").write_text(machine("wandb.example.org"))
+    (tmp_path / "settings").write_text(OWN)
+    environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    assert wandb_mode(environment) == "online"
 
 
 def is_taken(make) -> bool:
