@@ -4,6 +4,7 @@ import io
 import json
 import random
 import tarfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,22 @@ def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
     replace_json(RunFiles(run_dir).summary, {"heldout_after": 0.5})
 
 
+def hold(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *first: object
+) -> tuple[threading.Event, threading.Event]:
+    """Holds calls of a function (with these first arguments). Returns when one has begun, and what lets it go on."""
+    begun, go_on, function = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def slow(*arguments: Any) -> Any:
+        if arguments[: len(first)] == first:
+            begun.set()
+            assert go_on.wait(30)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    return begun, go_on
+
+
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs `first`, whose second attempt begins at step 10, and `below/second`."""
@@ -179,6 +196,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def client_of(*roots: Path, **options: Any) -> TestClient:
+    """Requests to the dashboard of the runs below some folders."""
+    return TestClient(create_app(list(roots), **options), base_url="http://localhost")
+
+
 @pytest.fixture(scope="session")
 def client(root: Path) -> TestClient:
-    return TestClient(create_app([root]), base_url="http://localhost")
+    return client_of(root)

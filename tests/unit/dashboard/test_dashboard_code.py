@@ -4,11 +4,9 @@ import io
 import tarfile
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import write_code
+from tests.unit.dashboard.conftest import client_of, write_code
 
 from telescope.dashboard import code
-from telescope.dashboard.app import create_app
 from telescope.record.recorder import Recorder
 
 
@@ -17,7 +15,7 @@ def two(tmp_path):
     """Requests to the runs `a` and `b`, and their folders."""
     for name in ("a", "b"):
         Recorder(tmp_path / name).close()
-    return TestClient(create_app([tmp_path]), base_url="http://localhost"), tmp_path / "a", tmp_path / "b"
+    return client_of(tmp_path), tmp_path / "a", tmp_path / "b"
 
 
 def archive(run, attempt=1):

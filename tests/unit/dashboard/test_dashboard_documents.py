@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import client_of
 
 from telescope.dashboard import documents
-from telescope.dashboard.app import create_app
 from telescope.dashboard.documents import Documents, user_folder
 from telescope.errors import UserError
 
@@ -14,7 +13,7 @@ from telescope.errors import UserError
 @pytest.fixture
 def user(root, tmp_path):
     """Requests of a user whose documents are in `tmp_path/kept`."""
-    return TestClient(create_app([root], documents=tmp_path / "kept"), base_url="http://localhost")
+    return client_of(root, documents=tmp_path / "kept")
 
 
 def put(user, address, value, version="", **headers):
@@ -33,9 +32,9 @@ def test_a_document_is_read_as_it_was_written(user, tmp_path):
 
 
 def test_notes_belong_to_a_run_wherever_its_folder_is(root, tmp_path):
-    here = TestClient(create_app([root], documents=tmp_path), base_url="http://localhost")
+    here = client_of(root, documents=tmp_path)
     put(here, "notes?run=below~second", "rose")
-    there = TestClient(create_app([root / "below" / "second"], documents=tmp_path), base_url="http://localhost")
+    there = client_of(root / "below" / "second", documents=tmp_path)
     assert there.get("/api/user/notes?run=second").json()["value"] == "rose"
     assert here.get("/api/user/notes?run=first").json()["value"] is None
     assert here.get("/api/user/notes?run=nowhere").status_code == 404

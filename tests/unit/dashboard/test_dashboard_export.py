@@ -7,12 +7,10 @@ import re
 from urllib.parse import quote
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, write_run
+from tests.unit.dashboard.conftest import NUM_STEPS, client_of, write_run
 
 from telescope.cli.ui import export as export_command
 from telescope.dashboard import export
-from telescope.dashboard.app import create_app
 from telescope.dashboard.documents import Documents, user_folder
 from telescope.dashboard.registry import Registry
 from telescope.errors import UserError
@@ -140,7 +138,7 @@ def test_the_address_of_an_answer_is_that_of_the_pages():
 
 
 def test_the_menu_saves_the_file(root, static):
-    client = TestClient(create_app([root], static=static), base_url="http://localhost")
+    client = client_of(root, static=static)
     answer = client.get("/api/runs/below~second/export")
     assert answer.headers["content-disposition"] == 'attachment; filename="below_second.html"'
     assert payload(answer.content)["content"]["run"] == "below~second"
@@ -148,7 +146,7 @@ def test_the_menu_saves_the_file(root, static):
 
 def test_downloads_of_a_run_have_its_name_in_any_script(tmp_path, static):
     write_run(tmp_path / "runs" / "実験 ä", "grpo")
-    client = TestClient(create_app([tmp_path / "runs"], static=static), base_url="http://localhost")
+    client = client_of(tmp_path / "runs", static=static)
     for path, end in (("export", ".html"), ("samples.jsonl", "-samples.jsonl")):
         answer = client.get(f"/api/runs/実験 ä/{path}")
         assert answer.status_code == 200
@@ -157,7 +155,7 @@ def test_downloads_of_a_run_have_its_name_in_any_script(tmp_path, static):
 
 
 def test_without_built_pages_the_file_is_refused(root, tmp_path):
-    client = TestClient(create_app([root], static=tmp_path), base_url="http://localhost")
+    client = client_of(root, static=tmp_path)
     assert "make dashboard" in client.get("/api/runs/first/export").json()["detail"]
 
 

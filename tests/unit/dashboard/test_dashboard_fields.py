@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import write_run, write_step
+from tests.unit.dashboard.conftest import client_of, write_run, write_step
 
-from telescope.dashboard.app import create_app
 from telescope.dashboard.registry import LINE_POINTS, Registry, experiment, known_fields, values_of
 from telescope.health import rules
 from telescope.record.reader import Run
@@ -83,7 +81,7 @@ def test_the_curve_of_rewards_has_few_points(tmp_path):
 
 
 def test_the_list_follows_a_live_run(tmp_path):
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     with Recorder(tmp_path / "run") as recorder:
         begin_run(recorder, name="run", config_hash="c", config_json=json.dumps({"values": {}}))
         for step in range(3):
@@ -96,10 +94,10 @@ def test_the_list_follows_a_live_run(tmp_path):
 
 def test_the_key_of_a_run_stays_when_its_folder_is_renamed(tmp_path):
     write_run(tmp_path / "old", "grpo")
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     before = rows(client)["old"]["key"]
     (tmp_path / "old").rename(tmp_path / "new")
-    moved = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    moved = client_of(tmp_path)
     assert rows(moved)["new"]["key"] == before
 
 
@@ -110,6 +108,6 @@ def test_metrics_near_the_largest_number_have_a_mean_and_a_health(tmp_path):
             metrics = dict.fromkeys(rules.READ, 1e308 * (1 + step % 2 / 2))
             recorder.write("steps", {"step": step, "metrics": metrics})
     assert values_of(Run(tmp_path / "run"), {})["last." + rules.ENTROPY] == pytest.approx(1.25e308)
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     for address in ("runs/run/health", "fields", "runs"):
         assert client.get(f"/api/{address}").status_code == 200

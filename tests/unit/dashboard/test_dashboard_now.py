@@ -4,11 +4,9 @@ import json
 import time
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import write_run
+from tests.unit.dashboard.conftest import client_of, write_run
 
 from telescope.config.model_shape import ModelShape, known_shape
-from telescope.dashboard.app import create_app
 from telescope.dashboard.architecture import architecture_of, parts_of
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
@@ -26,7 +24,7 @@ def live(tmp_path):
     """A live run, its recorder and requests to it."""
     with Recorder(tmp_path / "run") as recorder:
         begin_run(recorder, name="run", config_hash="c", config_json=json.dumps({"values": {"model": "somewhere"}}))
-        yield recorder, TestClient(create_app([tmp_path]), base_url="http://localhost")
+        yield recorder, client_of(tmp_path)
 
 
 def test_a_live_run_shows_phase_requests_queue_and_servers(live):
@@ -66,7 +64,7 @@ def test_the_checkpoints_of_a_run_are_listed(tmp_path):
     write_run(tmp_path / "run", "grpo")
     for name in ("step_10", "step_2", ".partial-step_12", "step_x"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     assert client.get("/api/runs/run").json()["checkpoints"] == [2, 10]
 
 

@@ -4,11 +4,9 @@ import math
 from collections import Counter
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, sample_rows, write_sample
+from tests.unit.dashboard.conftest import NUM_STEPS, client_of, sample_rows, write_sample
 
 from telescope.dashboard import rollouts
-from telescope.dashboard.app import create_app
 from telescope.dashboard.rollouts import add_tokens
 from telescope.record.recorder import Recorder
 
@@ -43,7 +41,7 @@ def test_the_highest_reward_is_that_of_the_training_entry_and_not_of_its_eval(tm
             recorder.write("environments", row)
         for row, name in zip(sample_rows(0), ("math", "riddles"), strict=False):
             write_sample(recorder, {**row, "environment": name, "reward": 1.0, "metrics": {}, "prompt_text": name})
-    rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/prompts").json()["rows"]
+    rows = client_of(tmp_path).get("/api/runs/run/prompts").json()["rows"]
     assert {row["environment"]: row["num_right"] for row in rows} == {"math": 1, "riddles": 0}
 
 
@@ -62,7 +60,7 @@ def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs_and_their_r
         for name, (engine, trainer) in recorded.items():
             numbers = {"engine_logprobs": engine, "trainer_logprobs": trainer}
             recorder.write("tokens", {"sample_id": name, "part": 0, "step": 0, **numbers})
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     (group,) = client.get("/api/runs/run/groups?step=0").json()
     assert [(one["logprob_sum"], one["ratio"]) for one in group["samples"]] == [
         (pytest.approx(-1.5), pytest.approx(math.exp(0.75))),
@@ -71,17 +69,12 @@ def test_answers_with_recorded_tokens_have_the_sum_of_their_logprobs_and_their_r
     ]
 
 
-@pytest.mark.parametrize("query", ["mark=often", "sort=prompt_text"])
-def test_an_unknown_mark_or_order_of_prompts_is_refused(client, query):
-    assert client.get(f"{RUN}/prompts?{query}").status_code == 400
-
-
 def test_a_list_shows_where_the_prompts_of_an_environment_differ(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for number, row in enumerate(sample_rows(0)[:3]):
             prompt = f"<|im_start|>user\nSolve this riddle with the given numbers: {number}<|im_end|>\n"
             write_sample(recorder, {**row, "environment": "riddles" if number else "one", "prompt_text": prompt})
-    rows = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    rows = client_of(tmp_path).get("/api/runs/run/samples").json()["rows"]
     shown = {row["sample_id"]: row["prompt"] for row in rows}
     same = "Solve this riddle with the given numbers:"
     assert shown == {"0-0": f"{same} 0", "0-1": "… 1", "0-2": "… 2"}
@@ -120,5 +113,5 @@ def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp
     messages = [{"role": role, "content": text} for role, text in prompt]
     with Recorder(tmp_path / "run") as recorder:
         write_sample(recorder, {**sample_rows(0)[0], "prompt_text": "rendered", "messages": messages})
-    (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs/run/samples").json()["rows"]
+    (row,) = client_of(tmp_path).get("/api/runs/run/samples").json()["rows"]
     assert "Make é 7" in row["prompt"][:30]

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_run, write_step
+from tests.unit.dashboard.conftest import NUM_STEPS, T0, client_of, sample_rows, write_run, write_step
 from tests.unit.orchestrator.fakes import gini
 
 from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
-from telescope.dashboard.app import create_app
 from telescope.dashboard.curves import eval_samples
 from telescope.dashboard.events import parse_id, run_events
 from telescope.dashboard.registry import SEARCH_SECONDS
@@ -49,7 +47,7 @@ def test_the_list_has_the_newest_held_out_accuracy_of_a_live_run_and_its_best_ch
         later = {"eval_id": "c", "step": 29, "version": 30, "source": "standalone", "name": "test", "accuracy": 1.0}
         recorder.write("evals", later)
         recorder.flush()
-        (row,) = TestClient(create_app([tmp_path]), base_url="http://localhost").get("/api/runs").json()["runs"]
+        (row,) = client_of(tmp_path).get("/api/runs").json()["runs"]
     shown = (row["live"], row["heldout_before"], row["heldout_after"], row["heldout_step"], row["best_checkpoint"])
     assert shown == (True, pytest.approx(0.1), pytest.approx(0.3), 20, 10)
 
@@ -166,7 +164,7 @@ def test_runs_with_a_comma_in_their_names_are_compared(tmp_path):
     names = ["lr=1e-6,seed=1", "lr=1e-6,seed=2"]
     for name in names:
         write_run(tmp_path / name, "grpo")
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     assert client.get("/api/compare", params={"runs": names}).json()["runs"] == names
 
 
@@ -183,7 +181,7 @@ async def test_a_run_whose_folder_was_moved_says_so(tmp_path, monkeypatch):
     # A search meanwhile would forget the run.
     monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 600.0)
     write_run(tmp_path / "run", "rloo")
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     assert client.get("/api/runs/run").status_code == 200
     run = Run(tmp_path / "run")
     moved = run.files.run_dir.rename(tmp_path / ".moved")
@@ -205,7 +203,7 @@ def test_a_parameter_that_an_address_does_not_have_is_refused(client):
 
 def test_a_folder_that_is_removed_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
-    client = TestClient(create_app([tmp_path / "gone"]), base_url="http://localhost")
+    client = client_of(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert "is not a folder" in client.get("/api/runs").json()["problems"][0]["problem"]
 
@@ -310,7 +308,7 @@ def test_a_project_is_named_by_any_address_of_it_in_a_browser(end):
 
 
 def test_a_folder_that_the_first_run_makes_is_shown_without_a_problem(tmp_path):
-    client = TestClient(create_app([tmp_path / "runs"]), base_url="http://localhost")
+    client = client_of(tmp_path / "runs")
     list_of_runs = client.get("/api/runs").json()
     assert (list_of_runs["runs"], list_of_runs["problems"]) == ([], [])
     assert list_of_runs["roots"] == [str(tmp_path / "runs")]
@@ -322,5 +320,5 @@ def test_a_folder_that_the_first_run_makes_is_shown_without_a_problem(tmp_path):
 def test_two_runs_of_one_name_have_two_ids(tmp_path):
     for parent in ("a", "b"):
         Recorder(tmp_path / parent / "run").close()
-    client = TestClient(create_app([tmp_path / "a", tmp_path / "b"]), base_url="http://localhost")
+    client = client_of(tmp_path / "a", tmp_path / "b")
     assert {row["id"] for row in client.get("/api/runs").json()["runs"]} == {"run", "run~2"}

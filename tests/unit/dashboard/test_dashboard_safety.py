@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from fastapi.openapi.utils import get_openapi
 from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import client_of
 
 from telescope.cli.main import main
 from telescope.dashboard import safety
@@ -75,7 +76,7 @@ def test_no_path_leads_out(root, static, path):
 
 
 def test_pages_are_served_and_hashed_files_are_kept(root, static):
-    client = TestClient(create_app([root], static=static), base_url="http://localhost")
+    client = client_of(root, static=static)
     assert "immutable" in client.get("/assets/a-1.js").headers["cache-control"]
     assert client.get("/assets/gone.js").status_code == 404
     assert client.get("/").text == "<title>index</title>"
@@ -84,7 +85,7 @@ def test_pages_are_served_and_hashed_files_are_kept(root, static):
 
 
 def test_without_a_build_the_page_says_how_to_make_one(root, tmp_path):
-    client = TestClient(create_app([root], static=tmp_path), base_url="http://localhost")
+    client = client_of(root, static=tmp_path)
     assert "make dashboard" in client.get("/").text
 
 
@@ -101,7 +102,7 @@ def test_beyond_loopback_every_request_needs_the_token(root, static):
 
 
 def test_opening_the_printed_address_never_leads_to_another_host(root, static):
-    client = TestClient(create_app([root], token=TOKEN, static=static), base_url="http://localhost")
+    client = client_of(root, token=TOKEN, static=static)
     answer = client.get(f"http://localhost//evil.example/?token={TOKEN}", follow_redirects=False)
     assert answer.headers["location"].startswith("/evil.example")
 
@@ -177,7 +178,7 @@ def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root,
 
 
 def test_a_kept_file_is_compressed_only_for_those_who_read_gzip(root, static):
-    client = TestClient(create_app([root], static=static), base_url="http://localhost")
+    client = client_of(root, static=static)
     answers = [client.get("/assets/a-1.js", headers={"Accept-Encoding": how}) for how in ("gzip", "gzip", "identity")]
     assert [answer.headers.get("content-encoding") for answer in answers] == ["gzip", "gzip", None]
     assert {answer.content for answer in answers} == {(static / "assets" / "a-1.js").read_bytes()}
@@ -193,7 +194,7 @@ def test_first_requests_at_once_build_the_schema_once(root, monkeypatch):
         return get_openapi(**settings)
 
     monkeypatch.setattr("fastapi.applications.get_openapi", build)
-    client = TestClient(create_app([root]), base_url="http://localhost")
+    client = client_of(root)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(client.get, ["/api/runs", "/api/openapi.json", "/api/docs", "/api/runs"]))
     assert [response.status_code for response in found] == [200] * 4

@@ -2,26 +2,19 @@
 
 import os
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import duckdb
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_GROUPS, write_run, write_step
+from tests.unit.dashboard.conftest import NUM_GROUPS, client_of, hold, write_run, write_step
 
-from telescope.dashboard.app import create_app
 from telescope.dashboard.store import RunStore, key_of
 from telescope.record.query import block_rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run
-
-
-def client_of(root):
-    return TestClient(create_app([root]), base_url="http://localhost")
 
 
 def test_only_new_rows_are_read_of_a_table_that_has_changed(root, monkeypatch):
@@ -161,7 +154,7 @@ def test_a_file_that_is_completed_while_the_run_is_copied_is_shown(tmp_path, mon
     (file,) = (tmp_path / "run" / "tables" / "steps").iterdir()
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    with TestClient(create_app([tmp_path]), base_url="http://localhost") as client:
+    with client_of(tmp_path) as client:
         assert client.get("/api/runs/run/steps").json()["step"] == []
         assert client.get("/api/runs").json()["problems"]
         file.write_bytes(content)
@@ -210,7 +203,7 @@ def test_a_run_with_other_types_in_its_run_json_is_listed_and_named(tmp_path):
     write_run(tmp_path / "run", "grpo")
     path = tmp_path / "run" / "run.json"
     path.write_text(path.read_text().replace('"attempt": ', '"attempt": "one", "was": '))
-    with TestClient(create_app([tmp_path]), base_url="http://localhost") as client:
+    with client_of(tmp_path) as client:
         answer = client.get("/api/runs").json()
     assert [run["status"] for run in answer["runs"]] == ["unknown"]
     assert "run.json cannot be read" in answer["problems"][0]["problem"]
@@ -241,7 +234,7 @@ def test_a_prompt_without_messages_does_not_hide_the_answers(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.write("prompts", {"prompt_key": "p", "environment": "e", "text": "asked"})
         recorder.write("samples", {"sample_id": "0-0", "prompt_key": "p", "environment": "e", "step": 0})
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
     assert [row["sample_id"] for row in client.get("/api/runs/run/samples").json()["rows"]] == ["0-0"]
     detail = client.get("/api/runs/run/samples/1/0-0").json()
     assert (detail["prompt_text"], detail["messages"]) == ("asked", [])
@@ -249,16 +242,7 @@ def test_a_prompt_without_messages_does_not_hide_the_answers(tmp_path):
 
 def test_a_table_that_is_being_read_delays_no_other(root, monkeypatch):
     store = RunStore(Run(root / "first"))
-    reads, go_on = threading.Event(), threading.Event()
-    read_blocks = store._read_blocks
-
-    def slow(name, *arguments):
-        if name == "samples":
-            reads.set()
-            assert go_on.wait(30)
-        return read_blocks(name, *arguments)
-
-    monkeypatch.setattr(store, "_read_blocks", slow)
+    reads, go_on = hold(monkeypatch, store, "_read_blocks", "samples")
     with ThreadPoolExecutor(1) as pool:
         samples = pool.submit(store.refresh, "samples")
         assert reads.wait(30)

@@ -3,10 +3,8 @@
 from collections import Counter
 
 import pytest
-from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows
+from tests.unit.dashboard.conftest import NUM_STEPS, T0, client_of, sample_rows
 
-from telescope.dashboard.app import create_app
 from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -106,7 +104,7 @@ def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
         for name in ("trainer-1", "trainer-10", "inference-0", "environment-0", "environment-server"):
             (run_dir / "logs" / f"{name}.log").write_text(f"of {name}\n")
         files.poll(T0, last=True)
-    client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+    client = client_of(tmp_path)
 
     def lines(component: str) -> list[str]:
         return [row["message"] for row in client.get(f"/api/runs/run/logs?component={component}").json()["rows"]]
@@ -122,7 +120,7 @@ def test_a_log_filter_chooses_one_process_or_all_of_a_kind(tmp_path):
 def test_logs_are_in_the_order_of_time_whenever_they_were_recorded(tmp_path):
     times = [3, 1, None, 2, 2, 9, 4, 8]
     with Recorder(tmp_path / "run") as recorder:
-        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+        client = client_of(tmp_path)
 
         def page(**query: float) -> list[tuple[float | None, int]]:
             rows = client.get("/api/runs/run/logs", params=query).json()["rows"]
