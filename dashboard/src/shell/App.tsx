@@ -63,10 +63,10 @@ export function App() {
       <main className="page" id="main" tabIndex={-1}>
         <Boundary key={`${place.run}/${place.page}`}>{content()}</Boundary>
       </main>
-      <Palette opened={opened === "palette"} close={() => open(null)} openOther={open} />
-      <KeysDialog opened={opened === "keys"} close={() => open(null)} />
+      {opened === "palette" && <Palette close={() => open(null)} openOther={open} />}
+      {opened === "keys" && <KeysDialog close={() => open(null)} />}
       {isShown && !embedded && <NoteDialog run={place.run!} />}
-      <CompareDialog opened={opened === "compare"} close={() => open(null)} />
+      {opened === "compare" && <CompareDialog close={() => open(null)} />}
     </>
   );
 

@@ -1,6 +1,7 @@
 /** A dialog that chooses some of many things and their order: columns of a table, charts of a page. */
 
 import { useMemo, useState } from "react";
+import { moved, toggled } from "../lists";
 import { visible } from "../text/hostile";
 import { Dialog } from "./Dialog";
 
@@ -12,7 +13,6 @@ export interface Option {
 }
 
 interface ChooserProps {
-  opened: boolean;
   close: () => void;
   title: string;
   options: Option[];
@@ -24,24 +24,7 @@ interface ChooserProps {
 
 const MOST_SHOWN = 200;
 
-/** Returns the list with the item at one place moved to another. */
-export function moved<T>(list: T[], from: number, to: number): T[] {
-  if (from < 0 || from >= list.length || to < 0 || to >= list.length) return list;
-  const rest = [...list];
-  const [item] = rest.splice(from, 1);
-  rest.splice(to, 0, item!);
-  return rest;
-}
-
-export function Chooser(props: ChooserProps) {
-  return (
-    <Dialog opened={props.opened} close={props.close} title={props.title} wide>
-      {props.opened && <Body {...props} />}
-    </Dialog>
-  );
-}
-
-function Body({ options, chosen, onChange, reset }: ChooserProps) {
+export function Chooser({ close, title, options, chosen, onChange, reset }: ChooserProps) {
   const [search, setSearch] = useState("");
   const [dragged, setDragged] = useState<number | null>(null);
   const known = useMemo(() => new Map(options.map((option) => [option.id, option])), [options]);
@@ -57,66 +40,68 @@ function Body({ options, chosen, onChange, reset }: ChooserProps) {
     move(at, at + by);
   };
   return (
-    <div className="chooser">
-      <section>
-        <h3>
-          Shown, in this order
-          <button className="link" onClick={reset}>
-            Reset
-          </button>
-        </h3>
-        <ol>
-          {chosen.map((id, at) => (
-            <li
-              key={id}
-              draggable
-              className={dragged === at ? "held" : ""}
-              onDragStart={() => setDragged(at)}
-              onDragEnd={() => setDragged(null)}
-              onDragOver={(event) => {
-                event.preventDefault();
-                if (dragged === null || dragged === at) return;
-                move(dragged, at);
-                setDragged(at);
-              }}
-              onKeyDown={(event) => key(event, at)}
-            >
-              <span className="grip" aria-hidden />
-              <span className="cut" title={visible(id)}>
-                {visible(known.get(id)?.title ?? id)}
-              </span>
-              <button disabled={at === 0} aria-label={`Move ${visible(id)} up`} title="Up (Alt ↑)" onClick={() => move(at, at - 1)}>
-                ↑
-              </button>
-              <button disabled={at === chosen.length - 1} aria-label={`Move ${visible(id)} down`} title="Down (Alt ↓)" onClick={() => move(at, at + 1)}>
-                ↓
-              </button>
-              <button aria-label={`Take ${visible(id)} away`} title="Take away" onClick={() => onChange(chosen.filter((other) => other !== id))}>
-                ×
-              </button>
-            </li>
-          ))}
-        </ol>
-        {chosen.length === 0 && <p className="f">Nothing is shown. Choose at the right.</p>}
-      </section>
-      <section>
-        <input className="field" type="search" placeholder="Search" aria-label="Search what can be shown" value={search} onChange={(event) => setSearch(event.target.value)} />
-        <div className="options">
-          {[...sections].map(([section, members]) => (
-            <div key={section}>
-              <h3>{section}</h3>
-              {members.map((option) => (
-                <button key={option.id} onClick={() => onChange([...chosen, option.id])} title={`Show ${visible(option.id)}`}>
-                  <span className="cut">{visible(option.title)}</span>
-                  <span className="f cut">{option.hint}</span>
+    <Dialog close={close} title={title} wide>
+      <div className="chooser">
+        <section>
+          <h3>
+            Shown, in this order
+            <button className="link" onClick={reset}>
+              Reset
+            </button>
+          </h3>
+          <ol>
+            {chosen.map((id, at) => (
+              <li
+                key={id}
+                draggable
+                className={dragged === at ? "held" : ""}
+                onDragStart={() => setDragged(at)}
+                onDragEnd={() => setDragged(null)}
+                onDragOver={(event) => {
+                  event.preventDefault();
+                  if (dragged === null || dragged === at) return;
+                  move(dragged, at);
+                  setDragged(at);
+                }}
+                onKeyDown={(event) => key(event, at)}
+              >
+                <span className="grip" aria-hidden />
+                <span className="cut" title={visible(id)}>
+                  {visible(known.get(id)?.title ?? id)}
+                </span>
+                <button disabled={at === 0} aria-label={`Move ${visible(id)} up`} title="Up (Alt ↑)" onClick={() => move(at, at - 1)}>
+                  ↑
                 </button>
-              ))}
-            </div>
-          ))}
-          {rest.length > MOST_SHOWN && <p className="f">{rest.length - MOST_SHOWN} more. Search for them.</p>}
-          {rest.length === 0 && <p className="f">{search ? "No match." : "Everything is shown."}</p>}
-        </div>
-      </section>
-    </div>
+                <button disabled={at === chosen.length - 1} aria-label={`Move ${visible(id)} down`} title="Down (Alt ↓)" onClick={() => move(at, at + 1)}>
+                  ↓
+                </button>
+                <button aria-label={`Take ${visible(id)} away`} title="Take away" onClick={() => onChange(toggled(chosen, id))}>
+                  ×
+                </button>
+              </li>
+            ))}
+          </ol>
+          {chosen.length === 0 && <p className="f">Nothing is shown. Choose at the right.</p>}
+        </section>
+        <section>
+          <input className="field" type="search" placeholder="Search" aria-label="Search what can be shown" value={search} onChange={(event) => setSearch(event.target.value)} />
+          <div className="options">
+            {[...sections].map(([section, members]) => (
+              <div key={section}>
+                <h3>{section}</h3>
+                {members.map((option) => (
+                  <button key={option.id} onClick={() => onChange(toggled(chosen, option.id))} title={`Show ${visible(option.id)}`}>
+                    <span className="cut">{visible(option.title)}</span>
+                    <span className="f cut">{option.hint}</span>
+                  </button>
+                ))}
+              </div>
+            ))}
+            {rest.length > MOST_SHOWN && <p className="f">{rest.length - MOST_SHOWN} more. Search for them.</p>}
+            {rest.length === 0 && <p className="f">{search ? "No match." : "Everything is shown."}</p>}
+          </div>
+        </section>
+      </div>
+    </Dialog>
   );
 }

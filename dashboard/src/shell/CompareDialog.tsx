@@ -2,6 +2,7 @@
 
 import { useState } from "react";
 import { moment, statusWord } from "../format";
+import { toggled } from "../lists";
 import { useLabels } from "../state/labels";
 import { useRuns } from "../state/run";
 import { useRunColors } from "../state/colors";
@@ -10,15 +11,7 @@ import type { RunRow } from "../types";
 import { Dialog } from "./Dialog";
 import { visible } from "../text/hostile";
 
-export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {
-  return (
-    <Dialog opened={opened} close={close} title="Draw other runs over this one">
-      {opened && <Choice close={close} />}
-    </Dialog>
-  );
-}
-
-function Choice({ close }: { close: () => void }) {
+export function CompareDialog({ close }: { close: () => void }) {
   const place = usePlace();
   const others = useOthers();
   const runs = useRuns().data?.runs ?? [];
@@ -27,9 +20,8 @@ function Choice({ close }: { close: () => void }) {
   const { isArchived } = useLabels();
   const offered = (run: RunRow) => run.id !== place.run && (!isArchived(run) || others.includes(run.id));
   const shown = runs.filter((run) => offered(run) && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
-  const toggle = (id: string) => setOthers(others.includes(id) ? others.filter((other) => other !== id) : [...others, id]);
   return (
-    <>
+    <Dialog close={close} title="Draw other runs over this one">
       <input className="field" type="search" placeholder="Filter runs" aria-label="Filter runs" value={text} onChange={(event) => setText(event.target.value)} />
       <ul className="choose">
         {shown.map((run) => {
@@ -37,7 +29,7 @@ function Choice({ close }: { close: () => void }) {
           return (
             <li key={run.id}>
               <label>
-                <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => toggle(run.id)} />
+                <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => setOthers(toggled(others, run.id))} />
                 <i className="dot" style={at >= 0 ? { background: `var(${colors.of(run.id)})` } : undefined} />
                 <span className="cut">
                   {visible(run.name)} <span className="f">{run.id}</span>
@@ -58,6 +50,6 @@ function Choice({ close }: { close: () => void }) {
           </a>
         </p>
       )}
-    </>
+    </Dialog>
   );
 }

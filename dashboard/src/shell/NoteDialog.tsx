@@ -26,9 +26,11 @@ export function NoteDialog({ run }: { run: string }) {
   }, []);
   useKeys("Notes", [{ keys: ["n"], does: "write a note at this step", run: () => openNote(null) }]);
   return (
-    <Dialog opened={opened !== null} close={() => setOpened(null)} title={opened?.note ? "Change the note" : "Write a note"}>
-      {opened && <Form run={run} note={opened.note} close={() => setOpened(null)} />}
-    </Dialog>
+    opened && (
+      <Dialog close={() => setOpened(null)} title={opened.note ? "Change the note" : "Write a note"}>
+        <Form run={run} note={opened.note} close={() => setOpened(null)} />
+      </Dialog>
+    )
   );
 }
 

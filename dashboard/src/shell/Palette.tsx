@@ -48,15 +48,7 @@ function stepCommands(place: Place, step: string): Command[] {
   ];
 }
 
-export function Palette({ opened, close, openOther }: { opened: boolean; close: () => void; openOther: (what: Opened) => void }) {
-  return (
-    <Dialog opened={opened} close={close} title="Search everything" bare>
-      {opened && <Search close={close} openOther={openOther} />}
-    </Dialog>
-  );
-}
-
-function Search({ close, openOther }: { close: () => void; openOther: (what: Opened) => void }) {
+export function Palette({ close, openOther }: { close: () => void; openOther: (what: Opened) => void }) {
   const place = usePlace();
   const runs = useRuns().data?.runs;
   const config = useRunInfo(place.run).data?.config;
@@ -120,35 +112,30 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     event.preventDefault();
   };
   return (
-    <div className="palette">
-      <input
-        className="field"
-        placeholder={place.run === null ? "A page, run or command" : "A page, run, step, metric, setting or command"}
-        aria-label="Search everything"
-        role="combobox"
-        aria-expanded
-        aria-controls="palette-list"
-        aria-activedescendant={`palette-${at}`}
-        value={text}
-        onChange={(event) => setText(event.target.value)}
-        onKeyDown={key}
-      />
-      <ul id="palette-list" role="listbox" ref={list}>
-        {found.map((command, i) => (
-          <li
-            key={`${command.hint}${command.title}`}
-            id={`palette-${i}`}
-            role="option"
-            aria-selected={i === at}
-            onPointerMove={() => setAt(i)}
-            onClick={() => choose(command)}
-          >
-            <span className="cut">{command.title}</span>
-            <span className="f cut">{command.hint}</span>
-          </li>
-        ))}
-        {found.length === 0 && <li className="f">No match.</li>}
-      </ul>
-    </div>
+    <Dialog close={close} title="Search everything" bare>
+      <div className="palette">
+        <input
+          className="field"
+          placeholder={place.run === null ? "A page, run or command" : "A page, run, step, metric, setting or command"}
+          aria-label="Search everything"
+          role="combobox"
+          aria-expanded
+          aria-controls="palette-list"
+          aria-activedescendant={`palette-${at}`}
+          value={text}
+          onChange={(event) => setText(event.target.value)}
+          onKeyDown={key}
+        />
+        <ul id="palette-list" role="listbox" ref={list}>
+          {found.map((command, i) => (
+            <li key={`${command.hint}${command.title}`} id={`palette-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => choose(command)}>
+              <span className="cut">{command.title}</span>
+              <span className="f cut">{command.hint}</span>
+            </li>
+          ))}
+          {found.length === 0 && <li className="f">No match.</li>}
+        </ul>
+      </div>
+    </Dialog>
   );
 }

@@ -93,36 +93,27 @@ export function startKeys(): () => void {
 const SHOWN: Record<string, string> = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", Escape: "Esc", " ": "space" };
 const show = (key: string) => key.replace("Control+", "Ctrl ").replace("Meta+", "⌘ ").replace("Shift+", "⇧ ").replace("Page", "Pg").replace(/Arrow\w+|Escape|^ $/g, (name) => SHOWN[name] ?? name);
 
-export function KeysDialog({ opened, close }: { opened: boolean; close: () => void }) {
+export function KeysDialog({ close }: { close: () => void }) {
   return (
-    <Dialog opened={opened} close={close} title="Keys" wide>
+    <Dialog close={close} title="Keys" wide>
       <div className="keys">
-        {opened &&
-          listed().map((group) => (
-            <section key={group.title}>
-              <h3>{group.title}</h3>
-              <dl>
-                {group.keys.map((key) => (
-                  <div key={key.keys.join()}>
-                    <dt>
-                      {key.keys
-                        .filter((keys) => !keys.startsWith("Meta+"))
-                        .map((keys) => (
-                          <span key={keys}>
-                            {show(keys)
-                              .split(" ")
-                              .map((one, i) => (
-                                <kbd key={i}>{one}</kbd>
-                              ))}
-                          </span>
-                        ))}
-                    </dt>
-                    <dd>{key.does}</dd>
-                  </div>
-                ))}
-              </dl>
-            </section>
-          ))}
+        {listed().map((group) => (
+          <section key={group.title}>
+            <h3>{group.title}</h3>
+            <dl>
+              {group.keys.map((key) => (
+                <div key={key.keys.join()}>
+                  <dt>
+                    {key.keys.filter((keys) => !keys.startsWith("Meta+")).map((keys) => (
+                      <span key={keys}>{show(keys).split(" ").map((one, i) => <kbd key={i}>{one}</kbd>)}</span>
+                    ))}
+                  </dt>
+                  <dd>{key.does}</dd>
+                </div>
+              ))}
+            </dl>
+          </section>
+        ))}
       </div>
     </Dialog>
   );

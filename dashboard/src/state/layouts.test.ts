@@ -29,7 +29,7 @@ test("sections are added, renamed, moved and removed, and an empty one stays", (
   expect(titles(three)).toEqual(["A", "B", "C"]);
   expect(titles(renameSection(three, 1, "Time"))).toEqual(["A", "Time", "C"]);
   expect(titles(moveSection(three, 2, 0))).toEqual(["C", "A", "B"]);
-  expect(moveSection(three, 0, -1)).toBe(three);
+  expect(moveSection(three, 0, -1)).toEqual(three);
   expect(titles(removeSection(three, 0))).toEqual(["B", "C"]);
   expect(metrics(toggleMetric(layout, "c"))).toEqual([["a", "b"], []]);
   expect(parseSections(formatSections(three.sections))).toEqual(three.sections);

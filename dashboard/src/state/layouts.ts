@@ -1,6 +1,7 @@
 /** Layouts of the metrics page. */
 
 import { useMemo } from "react";
+import { moved } from "../lists";
 import { useDocument } from "./documents";
 import { decode, formatList, parseList } from "./url";
 
@@ -81,11 +82,7 @@ export const renameSection = (layout: Layout, at: number, title: string): Layout
 export const removeSection = (layout: Layout, at: number): Layout => ({ ...layout, sections: layout.sections.filter((_, i) => i !== at) });
 
 /** Returns the layout with a section at another place; a place outside changes nothing. */
-export function moveSection(layout: Layout, from: number, to: number): Layout {
-  const section = layout.sections[from];
-  if (!section || to < 0 || to >= layout.sections.length) return layout;
-  return { ...layout, sections: layout.sections.toSpliced(from, 1).toSpliced(to, 0, section) };
-}
+export const moveSection = (layout: Layout, from: number, to: number): Layout => ({ ...layout, sections: moved(layout.sections, from, to) });
 
 /** Returns the layout with a metric one place earlier or later, also across sections. */
 export function stepMetric(layout: Layout, metric: string, by: 1 | -1): Layout {

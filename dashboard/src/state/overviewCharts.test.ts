@@ -1,5 +1,6 @@
 import { expect, test } from "vitest";
-import { chartOf, metricOf, parseCharts, STANDARD, toggleChart } from "./overviewCharts";
+import { toggled } from "../lists";
+import { chartOf, metricOf, parseCharts, STANDARD } from "./overviewCharts";
 
 test("without a choice the standard charts are shown, with an empty one none", () => {
   expect(parseCharts(null)).toEqual(STANDARD.map((chart) => chart.id));
@@ -8,8 +9,8 @@ test("without a choice the standard charts are shown, with an empty one none", (
 });
 
 test("a metric is pinned at the end, and taken off", () => {
-  const charts = toggleChart(["reward"], chartOf("loss/policy"));
+  const charts = toggled(["reward"], chartOf("loss/policy"));
   expect(charts).toEqual(["reward", "metric:loss/policy"]);
-  expect(toggleChart(charts, "reward")).toEqual(["metric:loss/policy"]);
+  expect(toggled(charts, "reward")).toEqual(["metric:loss/policy"]);
   expect(charts.map(metricOf)).toEqual([null, "loss/policy"]);
 });

@@ -1,6 +1,7 @@
 /** The charts of the overview: the user's choice and order, the same for all runs. */
 
 import { useMemo } from "react";
+import { toggled } from "../lists";
 import { useDocument } from "./documents";
 
 /** Prefix of a chart that is one metric. */
@@ -33,16 +34,13 @@ export function parseCharts(value: unknown): string[] {
   return Array.isArray(charts) ? [...new Set(charts.filter((chart): chart is string => typeof chart === "string"))] : FIRST;
 }
 
-/** Returns the charts with one added at the end, or without it where it was. */
-export const toggleChart = (charts: string[], chart: string): string[] => (charts.includes(chart) ? charts.filter((other) => other !== chart) : [...charts, chart]);
-
 export function useOverviewCharts() {
   const { value, change } = useDocument<unknown>("overview");
   const charts = useMemo(() => parseCharts(value), [value]);
   return {
     charts,
     isPinned: (metric: string) => charts.includes(chartOf(metric)),
-    pin: (metric: string) => change((old) => ({ charts: toggleChart(parseCharts(old), chartOf(metric)) })),
+    pin: (metric: string) => change((old) => ({ charts: toggled(parseCharts(old), chartOf(metric)) })),
     set: (chosen: string[] | null) => change(() => (chosen ? { charts: chosen } : null)),
   };
 }

@@ -6,6 +6,7 @@ import { Chart } from "../../charts/Chart";
 import { linesOf } from "../../charts/data";
 import { useDrawnRuns } from "../../charts/runs";
 import { count, duration, NONE, number, percent, signed, unbroken } from "../../format";
+import { Segments } from "../../shell/controls";
 import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useKept, useResource } from "../../state/resource";
@@ -52,11 +53,7 @@ export function Changes() {
           <button className="btn" aria-label="A step earlier" onClick={() => to(step - 1)} disabled={step <= 0}>←</button> step <b>{step}</b>{" "}
           <button className="btn" aria-label="A step later" onClick={() => to(step + 1)} disabled={step >= last}>→</button>
         </span>
-        <span className="seg" role="group" aria-label="Steps on each side">
-          {WINDOWS.map((one) => (
-            <button key={one} aria-pressed={window === one} onClick={() => setWindow(one)}>{one}</button>
-          ))}
-        </span>
+        <Segments label="Steps on each side" value={window} options={WINDOWS.map((one) => [one, one])} choose={setWindow} />
         <span className="f">{window === "1" ? "step" : "steps"} on each side</span>
         <span className="grow" />
         {metric !== REWARD && <button className="link" onClick={() => setParams({ metric: null })}>Of the reward</button>}

@@ -4,6 +4,8 @@ import { useMemo } from "react";
 import { runPath } from "../../api";
 import { count } from "../../format";
 import { Failure, Quiet } from "../../shell/Quiet";
+import { neighbor } from "../../lists";
+import { runOption, Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
@@ -14,7 +16,6 @@ import type { Code as CodeState, CodeDifference, CodeFile } from "../../types";
 import { hunkRows, parseGitDiff } from "./diff";
 import { type Entry, Files } from "./Files";
 import { CodeLines, DiffLines } from "./Lines";
-import { visible } from "../../text/hostile";
 import "./code.css";
 
 /** Prefix of a file of the uncommitted changes in the address. */
@@ -46,26 +47,15 @@ function Toolbar({ run, code, against, difference }: { run: string; code: CodeSt
   const commit = typeof git.commit === "string" ? git.commit.slice(0, 10) : null;
   return (
     <div className="toolbar">
-      <label className="nb">
+      <span className="nb">
         <span className="d">Compare with </span>
-        <select className="field" value={against} onChange={(event) => setParams({ against: event.target.value, file: null, with: null })}>
-          <option value="">no other run</option>
-          {rest.map((other) => (
-            <option key={other.id} value={other.id}>
-              {visible(other.name)} {other.id !== other.name ? `(${other.id})` : ""}
-            </option>
-          ))}
-        </select>
-      </label>
+        <Select label="Compare with" value={against} options={[["", "no other run"], ...rest.map(runOption)]} choose={(next) => setParams({ against: next, file: null, with: null })} />
+      </span>
       {code.attempts.length > 1 && !against && (
-        <label className="nb">
+        <span className="nb">
           <span className="d">Attempt </span>
-          <select className="field" value={code.attempt ?? ""} onChange={(event) => setParams({ attempt: event.target.value, file: null })}>
-            {code.attempts.map((number) => (
-              <option key={number}>{number}</option>
-            ))}
-          </select>
-        </label>
+          <Select label="Attempt" value={code.attempt ?? ""} options={code.attempts.map((number) => [number, String(number)])} choose={(next) => setParams({ attempt: next, file: null })} />
+        </span>
       )}
       {against ? (
         <span className="d">
@@ -108,8 +98,7 @@ function placed(path: string): Entry {
 function useChoice(entries: Entry[]): [string, (id: string) => void] {
   const [chosen, setChosen] = useParam("file", entries[0]?.id ?? "");
   const move = (by: number) => {
-    const at = entries.findIndex((entry) => entry.id === chosen);
-    const next = entries[Math.min(Math.max(0, at + by), entries.length - 1)];
+    const next = neighbor(entries, entries.findIndex((entry) => entry.id === chosen), by);
     if (next) setChosen(next.id, true);
   };
   useKeys("Code", [

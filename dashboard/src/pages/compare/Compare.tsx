@@ -1,6 +1,8 @@
 /** Config and code of two runs or more: what differs from the first one, and what is equal on request. */
 
 import { moment, NONE, setting } from "../../format";
+import { toggled } from "../../lists";
+import { Segments } from "../../shell/controls";
 import { Failure, Quiet } from "../../shell/Quiet";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
@@ -53,14 +55,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
         <span className="d">
           {data.num_differing === 0 ? "The configs are equal." : `${data.num_differing} ${data.num_differing === 1 ? "setting differs" : "settings differ"}`}
         </span>
-        <span className="seg">
-          <button aria-pressed={!all} onClick={() => setAll(null)}>
-            Differences
-          </button>
-          <button aria-pressed={all} onClick={() => setAll("1")}>
-            Everything
-          </button>
-        </span>
+        <Segments label="Settings" value={all} options={[[false, "Differences"], [true, "Everything"]]} choose={(next) => setAll(next ? "1" : null)} />
       </div>
       <div className="scroll">
         <table>
@@ -74,7 +69,7 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
                     <b>{nameOf(id)}</b> <span className="f">{nameOf(id) === id ? "" : id}</span>
                   </a>
                   {i > 0 && (
-                    <button className="f" aria-label={`Take ${nameOf(id)} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== id))}>
+                    <button className="f" aria-label={`Take ${nameOf(id)} away`} title="Take away" onClick={() => setOthers(toggled(others, id))}>
                       ×
                     </button>
                   )}

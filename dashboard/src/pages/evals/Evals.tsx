@@ -7,6 +7,8 @@ import { wilson } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
 import { count, duration, NONE, number, percent } from "../../format";
 import { Failure, Quiet, Reading } from "../../shell/Quiet";
+import { neighbor } from "../../lists";
+import { Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { type Resource, useResource } from "../../state/resource";
@@ -61,8 +63,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   const sorted = useMemo(() => BLOCKS.flatMap((block) => items.filter((one) => blockOf(one) === block)), [items]);
   const current = sorted.find((one) => String(one.item) === item) ?? sorted[0];
   const move = (by: 1 | -1) => {
-    const at = sorted.findIndex((one) => one === current);
-    const next = sorted[Math.min(Math.max(0, at + by), sorted.length - 1)];
+    const next = neighbor(sorted, current ? sorted.indexOf(current) : -1, by);
     if (next) setItem(String(next.item), true);
   };
   useKeys("Evals", [
@@ -137,13 +138,7 @@ function EvalLine({ name, rows, range, on }: { name: string; rows: EvalRow[]; ra
 
 function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: EvalRow; after?: EvalRow }) {
   const choose = (side: "before" | "after", row: EvalRow | undefined) => (
-    <select className="field" value={row?.version} aria-label={`Checkpoint ${side}`} onChange={(event) => setParams({ [side]: event.target.value })}>
-      {curve.map((one) => (
-        <option key={one.version} value={one.version}>
-          {one.version} steps, {percent(one.accuracy)}
-        </option>
-      ))}
-    </select>
+    <Select label={`Checkpoint ${side}`} value={row?.version} options={curve.map((one) => [one.version, `${one.version} steps, ${percent(one.accuracy)}`])} choose={(next) => setParams({ [side]: next })} />
   );
   return (
     <section className="sec">

@@ -4,6 +4,8 @@ import { useMemo } from "react";
 import { runPath } from "../../api";
 import { nearest } from "../../charts/math";
 import { count } from "../../format";
+import { toggled } from "../../lists";
+import { Segments } from "../../shell/controls";
 import { Failure, Quiet } from "../../shell/Quiet";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
@@ -33,6 +35,10 @@ const POINTS = 500;
 const REFRESH_MS = 5000;
 /** Gauges that are written once, or rarely: a part of the run may not have them. */
 const CONSTANT = ["gpu_given", "gpu_memory_total_bytes", "memory_total_bytes"];
+const LINES = [
+  ["", "By role", "The mean of each role, from the smallest to the largest"],
+  ["each", "Each", "A line for each GPU, server, rank or machine"],
+] as const;
 const NAMES = [...new Set(SECTIONS.flatMap((section) => section.charts.flatMap((chart) => chart.names)))];
 
 export function Infra() {
@@ -101,22 +107,8 @@ export function Infra() {
     <div className="infra">
       <div className="main">
         <div className="toolbar">
-          <span className="seg" role="group" aria-label="Lines">
-            <button aria-pressed={lines !== "each"} onClick={() => setLines(null)} title="The mean of each role, from the smallest to the largest">
-              By role
-            </button>
-            <button aria-pressed={lines === "each"} onClick={() => setLines("each")} title="A line for each GPU, server, rank or machine">
-              Each
-            </button>
-          </span>
-          <span className="seg" role="group" aria-label="Machines">
-            <button aria-pressed={machinesAs !== "table"} onClick={() => setMachinesAs(null)}>
-              Map
-            </button>
-            <button aria-pressed={machinesAs === "table"} onClick={() => setMachinesAs("table")}>
-              Table
-            </button>
-          </span>
+          <Segments label="Lines" value={lines} options={LINES} choose={setLines} />
+          <Segments label="Machines" value={machinesAs} options={[["", "Map"], ["table", "Table"]]} choose={setMachinesAs} />
           {drawn.length > 0 && (
             <a className="link d" href={format(elsewhere(place(), { page: "timeline" }, { t: `${(extent.from - origin).toFixed(2)}-${(extent.to - origin).toFixed(2)}` }))}>
               This time on the timeline
@@ -163,7 +155,7 @@ function Others({ specs }: { specs: ReadonlyMap<string, ChartSpec> }) {
       <input className="field" type="search" placeholder="Filter gauges" aria-label="Filter gauges" value={search} onChange={(event) => setSearch(event.target.value, true)} />
       <div className="names">
         {found.map(([name, spec]) => (
-          <button key={name} aria-pressed={on.includes(name)} className="m" onClick={() => setChosen((on.includes(name) ? on.filter((other) => other !== name) : [...on, name]).join(","))}>
+          <button key={name} aria-pressed={on.includes(name)} className="m" onClick={() => setChosen(toggled(on, name).join(","))}>
             {spec.title}
           </button>
         ))}

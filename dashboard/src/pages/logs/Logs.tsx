@@ -5,6 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { get, runPath } from "../../api";
 import { count, moment } from "../../format";
 import { Failure, Quiet } from "../../shell/Quiet";
+import { Segments, Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { mayPass, Reader } from "../../state/resource";
@@ -169,37 +170,16 @@ export function Logs() {
     <div className="logs">
       <div className="tools">
         <input className="field" type="search" placeholder="Search all lines" aria-label="Search all lines" value={draft} onChange={(event) => setDraft(event.target.value)} />
-        <div className="seg" role="group" aria-label="Lowest level">
-          <button aria-pressed={level === ""} onClick={() => setParams({ level: null })}>all</button>
-          {LEVELS.slice(1, 4).map((one) => (
-            <button key={one} aria-pressed={level === one} onClick={() => setParams({ level: one })}>{one === "INFO" ? "info" : one === "WARNING" ? "warnings" : "errors"}</button>
-          ))}
-        </div>
+        <Segments label="Lowest level" value={level} options={LEVELS} choose={(next) => setParams({ level: next })} />
         {known.length > 1 && (
-          <label className="d nb">
-            Process{" "}
-            <select className="source" value={component} onChange={(event) => setParams({ component: event.target.value })}>
-              <option value="">all {known.length}</option>
-              {known.map((one) => (
-                <option key={one} value={one}>
-                  {visible(one)}
-                </option>
-              ))}
-            </select>
-          </label>
+          <span className="d nb">
+            Process <Select label="Process" className="source" value={component} options={[["", `all ${known.length}`], ...known.map((one) => [one, one] as const)]} choose={(next) => setParams({ component: next })} />
+          </span>
         )}
         {(names.sources.length > 1 || source) && (
-          <label className="d nb">
-            File{" "}
-            <select className="source" value={source} onChange={(event) => setParams({ source: event.target.value })}>
-              <option value="">all</option>
-              {names.sources.map((one) => (
-                <option key={one} value={one}>
-                  {visible(one)}
-                </option>
-              ))}
-            </select>
-          </label>
+          <span className="d nb">
+            File <Select label="File" className="source" value={source} options={[["", "all"], ...names.sources.map((one) => [one, one] as const)]} choose={(next) => setParams({ source: next })} />
+          </span>
         )}
         <span className="d end">
           {count(lines.length)} {current?.begin && !current.more ? (lines.length === 1 ? "line" : "lines") : query.at ? "lines around" : "newest lines"}

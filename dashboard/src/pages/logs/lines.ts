@@ -2,7 +2,8 @@
 
 import type { LogLine } from "../../types";
 
-export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
+/** Lowest levels that the page offers. */
+export const LEVELS = [["", "all"], ["INFO", "info"], ["WARNING", "warnings"], ["ERROR", "errors"]] as const;
 
 /** Compares two lines by time. Lines with equal times keep the order of the record. */
 export const isBefore = (one: LogLine, other: LogLine): boolean => ((one.time ?? 0) - (other.time ?? 0) || one.row - other.row) < 0;

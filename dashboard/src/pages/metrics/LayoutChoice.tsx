@@ -1,6 +1,7 @@
 /** The layout of charts: chosen, changed, saved under a name. */
 
 import { useMemo, useState } from "react";
+import { FieldForm } from "../../shell/controls";
 import { Menu } from "../../shell/Menu";
 import { formatScales, formatSections, type Layout, parseScales, parseSections, type Scale, useLayouts } from "../../state/layouts";
 import { setParams, useParam } from "../../state/url";
@@ -50,18 +51,7 @@ export function LayoutChoice({ layout, edited, choose }: { layout: Layout; edite
     choose(clean);
   };
   if (naming !== null)
-    return (
-      <form
-        className="naming"
-        onSubmit={(event) => {
-          event.preventDefault();
-          keep(naming);
-        }}
-      >
-        <input className="field" autoFocus placeholder="Name of the layout" aria-label="Name of the layout" value={naming} onChange={(event) => setNaming(event.target.value)} onKeyDown={(event) => event.key === "Escape" && setNaming(null)} />
-        <button className="btn">Save</button>
-      </form>
-    );
+    return <FieldForm label="Name of the layout" placeholder="Name of the layout" autoFocus value={naming} change={setNaming} submit={keep} button="Save" onKeyDown={(event) => event.key === "Escape" && setNaming(null)} />;
   return (
     <span className="layout nb">
       <span className="d">Layout</span>

@@ -157,7 +157,7 @@ function Loaded({ runs, axis, environments, planned }: { runs: DrawnRun[]; axis:
         </div>
       </div>
       {full && names.includes(full) && (
-        <Dialog opened bare full close={() => setFull(null)} title={visible(full)}>
+        <Dialog bare full close={() => setFull(null)} title={visible(full)}>
           <MetricChart metric={full} runs={runs} view={view} close={() => setFull(null)} named />
         </Dialog>
       )}

@@ -3,6 +3,8 @@
 import { columnOf, commonStep, type DrawnRun, leavesOf, type XAxis } from "../../charts/runs";
 import { lastRow, valueAt } from "../../charts/math";
 import { count, difference, number, setting } from "../../format";
+import { toggled } from "../../lists";
+import { Segments } from "../../shell/controls";
 import { Menu } from "../../shell/Menu";
 import { COLORS, useRunColors } from "../../state/colors";
 import { useCursor } from "../../state/cursor";
@@ -20,6 +22,10 @@ const COLUMNS: [metric: string, title: string][] = [
   ["timing_step_total", "step, s"],
 ];
 const MOST_SETTINGS = 3;
+const LINES = [
+  [false, "each run"],
+  [true, "means, 95 % interval", "Runs whose settings are equal but for the seed, or as they are grouped on Runs: their mean with its 95 % interval"],
+] as const;
 
 export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const at = useCursor(axis);
@@ -43,14 +49,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   return (
     <div className="runtable">
       <p className="choices s">
-        <span className="tabs" role="group" aria-label="Lines">
-          <button aria-pressed={!grouping} onClick={() => setGrouping(null)}>
-            each run
-          </button>
-          <button aria-pressed={Boolean(grouping)} onClick={() => setGrouping(grouping || SEEDS)} title="Runs whose settings are equal but for the seed, or as they are grouped on Runs: their mean with its 95 % interval">
-            means, 95 % interval
-          </button>
-        </span>
+        <Segments label="Lines" className="tabs" value={Boolean(grouping)} options={LINES} choose={(means) => setGrouping(means ? grouping || SEEDS : null)} />
         <span className="tabs" role="group" aria-label="Values">
           <button aria-pressed={last !== "common"} onClick={() => setLast(null)} title="The last values of each run">
             at the end
@@ -118,7 +117,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               <td className="r f">{count(run.steps.step.length)} steps</td>
               <td className="r">
                 {i > 0 && !run.members && (
-                  <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(others.filter((other) => other !== run.id))}>
+                  <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(toggled(others, run.id))}>
                     ×
                   </button>
                 )}

@@ -1,6 +1,7 @@
 /** Edits the axes of one chart: range and scale of y, and the metric of x. Empty fields use the settings of all charts. */
 
 import { useId, useState } from "react";
+import { Segments } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import type { Scale } from "../../state/layouts";
 
@@ -20,7 +21,7 @@ export function ScaleDialog({ metric, scale, names, set, close }: ScaleDialogPro
   const ends = [low, high].map((text) => (text.trim() === "" ? undefined : Number(text.replace(",", "."))));
   const problem = problemOf(ends, log === true) ?? (x && !names.includes(x) ? `There is no metric ${x}.` : null);
   return (
-    <Dialog opened close={close} title={`Axes of ${metric}`}>
+    <Dialog close={close} title={`Axes of ${metric}`}>
       <form
         className="axes"
         onSubmit={(event) => {
@@ -38,13 +39,7 @@ export function ScaleDialog({ metric, scale, names, set, close }: ScaleDialogPro
           <span className="d">to</span>
           <input className="field" inputMode="decimal" placeholder="values" value={high} onChange={(event) => setHigh(event.target.value)} />
         </label>
-        <span className="seg" role="group" aria-label="Scale of y">
-          {([undefined, false, true] as const).map((value) => (
-            <button type="button" key={String(value)} aria-pressed={log === value} onClick={() => setLog(value)}>
-              {value === undefined ? "As all charts" : value ? "Log" : "Linear"}
-            </button>
-          ))}
-        </span>
+        <Segments label="Scale of y" value={log} options={[[undefined, "As all charts"], [false, "Linear"], [true, "Log"]]} choose={setLog} />
         <label className="long">
           <span className="d">x</span>
           <MetricField names={names} value={x} change={setX} placeholder="As all charts" />

@@ -3,7 +3,7 @@
 import { type ReactNode, useState } from "react";
 import { runPath } from "../../api";
 import type { BandKind } from "../../charts/data";
-import type { XAxis } from "../../charts/runs";
+import { Segments } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import { Menu } from "../../shell/Menu";
 import { useVersion } from "../../state/live";
@@ -14,7 +14,7 @@ import { MetricField } from "./ScaleDialog";
 import { titleOf } from "./tree";
 import { visible } from "../../text/hostile";
 
-const AXES: [XAxis, string][] = [
+const AXES: [string, string][] = [
   ["step", "Step"],
   ["time", "Time"],
   ["tokens", "Tokens"],
@@ -48,16 +48,11 @@ export function Toolbar({ run, environments, keep, names, openTree, children }: 
         All metrics
       </button>
       {children}
-      <span className="seg" role="group" aria-label="Axis">
-        {AXES.map(([name, title]) => (
-          <button key={name} aria-pressed={!x && axis === name} onClick={() => setParams({ axis: name === "step" ? null : name, x: null })}>
-            {title}
-          </button>
-        ))}
+      <Segments label="Axis" value={x ? "" : axis} options={AXES} choose={(name) => setParams({ axis: name === "step" ? null : name, x: null })}>
         <button aria-pressed={x !== ""} title={x ? `All charts over ${x}` : "Any metric as the x axis of all charts"} onClick={() => setAsked(true)}>
           {x ? titleOf(x).title : "Metric…"}
         </button>
-      </span>
+      </Segments>
       <label className="smooth">
         Smooth
         <input type="range" min={0} max={0.99} step={0.01} value={keep} title="A double click chooses it by the length of the run" onDoubleClick={() => setSmoothing(null)} onChange={(event) => setSmoothing(event.target.value, true)} />
@@ -79,7 +74,7 @@ export function Toolbar({ run, environments, keep, names, openTree, children }: 
 function AxisDialog({ names, x, close }: { names: string[]; x: string; close: () => void }) {
   const [name, setName] = useState(x);
   return (
-    <Dialog opened close={close} title="Metric of the x axis">
+    <Dialog close={close} title="Metric of the x axis">
       <form
         className="naming"
         onSubmit={(event) => {

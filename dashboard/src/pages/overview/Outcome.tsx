@@ -2,6 +2,7 @@
 
 import { embedded } from "../../embedded";
 import { number, percent, signed, unbroken } from "../../format";
+import { Segments } from "../../shell/controls";
 import { CopyButton } from "../../shell/CopyButton";
 import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
@@ -69,13 +70,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
       <span className="l">
         {measured ? "Best checkpoint" : best ? "Newest checkpoint" : "Checkpoint"}
         {commands.length > 0 && (
-          <span className="tabs" role="group" aria-label="Commands for the checkpoint">
-            {commands.map(({ does }) => (
-              <button key={does} aria-pressed={does === command?.does} onClick={() => choose(does)}>
-                {does}
-              </button>
-            ))}
-          </span>
+          <Segments label="Commands for the checkpoint" className="tabs" value={command!.does} options={commands.map(({ does }) => [does, does])} choose={choose} />
         )}
       </span>
       <p className="n">

@@ -178,7 +178,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
           Choose charts
         </button>
       </p>
-      <Chooser title="Charts of the overview" opened={choosing} close={() => choose(false)} options={choosing ? chartOptions(runs) : []} chosen={chosen} onChange={set} reset={() => set(null)} />
+      {choosing && <Chooser title="Charts of the overview" close={() => choose(false)} options={chartOptions(runs)} chosen={chosen} onChange={set} reset={() => set(null)} />}
     </section>
   );
 }

@@ -3,6 +3,7 @@
 import { Fragment, useEffect, useRef, useState } from "react";
 import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
+import { runOption, Segments, Select } from "../../shell/controls";
 import { useResource } from "../../state/resource";
 import { useRuns, useStatus } from "../../state/run";
 import { comparedRows, settingRows } from "../../state/settings";
@@ -41,7 +42,7 @@ function Name({ name }: { name: string }) {
     ));
 }
 
-const TABS = ["set", "all", "diff"] as const;
+const TABS = [["set", "you set"], ["all", "everything"], ["diff", "differences"]] as const;
 
 function Config({ info }: { info: RunInfo }) {
   const [tab, setTab] = useParam("config", "set");
@@ -57,13 +58,7 @@ function Config({ info }: { info: RunInfo }) {
     <section className="sec" ref={place}>
       <h2>
         Config
-        <span className="tabs" role="group" aria-label="Which settings">
-          {TABS.map((one) => (
-            <button key={one} aria-pressed={tab === one} onClick={() => setTab(one)}>
-              {one === "set" ? "you set" : one === "all" ? "everything" : "differences"}
-            </button>
-          ))}
-        </span>
+        <Segments label="Which settings" className="tabs" value={tab} options={TABS} choose={setTab} />
       </h2>
       {tab === "diff" ? (
         <Differences run={info.info.id} />
@@ -103,13 +98,7 @@ function Differences({ run }: { run: string }) {
   if (rest.length === 0) return <p className="f">There is no other run here.</p>;
   return (
     <>
-      <select className="field" value={chosen} onChange={(event) => setChosen(event.target.value)} aria-label="Run to compare with">
-        {rest.map((other) => (
-          <option key={other.id} value={other.id}>
-            {visible(other.name)} {other.id !== other.name ? `(${other.id})` : ""}
-          </option>
-        ))}
-      </select>
+      <Select label="Run to compare with" value={chosen} options={rest.map(runOption)} choose={setChosen} />
       {error && <p className="w">{error.message}</p>}
       {data && (
         <table className="cfg">

@@ -3,6 +3,7 @@
 import { useState } from "react";
 import { count } from "../../format";
 import { embedded } from "../../embedded";
+import { Segments } from "../../shell/controls";
 import { Quiet } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
 import { useRunId, useRunInfo } from "../../state/run";
@@ -44,13 +45,7 @@ export function Answers() {
     <div className="rollouts answers">
       <h1 className="vh">Answers</h1>
       <div className="facets">
-        <span className="seg" role="group" aria-label="Step">
-          {steps.map((one) => (
-            <button key={one.step} aria-pressed={one.step === at.step} onClick={() => setParams({ step: String(one.step), sample: null })}>
-              step {count(one.step)}
-            </button>
-          ))}
-        </span>
+        <Segments label="Step" value={at.step} options={steps.map(({ step }) => [step, `step ${count(step)}`])} choose={(step) => setParams({ step: String(step), sample: null })} />
       </div>
       <section className="p1" aria-label="Groups">
         <GroupList groups={groups} scaleOf={scaleOf} group={selected.group} sample={selected.sample} onSelect={select} />

@@ -3,6 +3,8 @@ import { Fragment, lazy, Suspense, useEffect, useMemo, useRef, useState } from "
 import { loaded } from "../../api";
 import { count, duration } from "../../format";
 import { wordDiff } from "./compare";
+import { neighbor } from "../../lists";
+import { Segments } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { completion, conversation, sections, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
@@ -83,7 +85,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
   const jump = (by: number) => {
     const headings = [...(box.current?.querySelectorAll<HTMLElement>(".chat > h3 > button") ?? [])];
     const at = headings.indexOf(document.activeElement as HTMLElement);
-    headings[Math.min(Math.max(at + by, 0), headings.length - 1)]?.focus();
+    neighbor(headings, at, by)?.focus();
   };
   useKeys("Conversation", [
     { keys: ["z"], does: "fold all messages, or unfold them", run: () => fold(foldable, !allFolded) },
@@ -114,13 +116,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
     <section className="p2" aria-label="Conversation">
       <div className="hd">
         {title}
-        <div className="seg" role="group" aria-label="How the answer is shown">
-          {(["text", ...views, "raw", ...(against ? ["diff"] : [])] as Shown[]).map((one) => (
-            <button key={one} aria-pressed={view === one} onClick={() => setShown(one)}>
-              {one}
-            </button>
-          ))}
-        </div>
+        <Segments label="How the answer is shown" value={view} options={(["text", ...views, "raw", ...(against ? ["diff"] : [])] as Shown[]).map((one) => [one, one])} choose={setShown} />
         {foldable.length > 0 && <button className="link d" onClick={() => fold(foldable, !allFolded)}>{allFolded ? "unfold all" : "fold all"}</button>}
         {colored && <ColorKey view={view} />}
         {views.length === 0 && <span className="s f" title="record_tokens sets for how many samples of a step">no numbers of tokens recorded</span>}

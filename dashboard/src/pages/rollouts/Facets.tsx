@@ -3,8 +3,10 @@
 import { useId, useRef, useState } from "react";
 import { address } from "../../api";
 import { count } from "../../format";
+import { toggled } from "../../lists";
+import { Select } from "../../shell/controls";
 import { formatList, parseList, setParams, usePlace, useRange } from "../../state/url";
-import { FACETS, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
+import { FACETS, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseRange, problemOf, queryOf, rangeWords } from "./filters";
 import type { Facets as Counts } from "./types";
 import { visible } from "../../text/hostile";
 
@@ -106,18 +108,7 @@ function RangeForm({ metrics, add }: { metrics: readonly string[]; add: (range: 
         add
       </button>
       <form ref={form} id={id} popover="auto" className="rangeform" aria-label="Range of a number" onSubmit={submit} onToggle={(event) => event.newState === "open" && place()}>
-        <select className="field" aria-label="Number" value={range.name} onChange={(event) => setRange({ ...range, name: event.target.value })}>
-          {NUMBERS.map(([name, title]) => (
-            <option key={name} value={name}>
-              {title}
-            </option>
-          ))}
-          {metrics.map((name) => (
-            <option key={name} value={name}>
-              {visible(name)}
-            </option>
-          ))}
-        </select>
+        <Select label="Number" value={range.name} options={[...NUMBERS, ...metrics.map((name) => [name, name] as const)]} choose={(name) => setRange({ ...range, name })} />
         {end("low", "from")}
         {end("high", "to")}
         <button className="btn">Add</button>

@@ -4,6 +4,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useMemo, useRef, useState } from "react";
 import { address, type Query, runPath } from "../../api";
 import { count, number, percent } from "../../format";
+import { Segments, Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useRunColors } from "../../state/colors";
 import { useResource, useResources } from "../../state/resource";
@@ -54,21 +55,13 @@ export function PromptList({ run, query, version }: { run: string; query: Query;
     { keys: ["j"], does: "next prompt", run: () => move(1) },
     { keys: ["k"], does: "previous prompt", run: () => move(-1) },
   ]);
-  const matching = data ? (mark ? data[mark as "never"] : data.total) : 0;
+  const matching = data?.[(mark || "total") as (typeof MARKS)[number]] ?? 0;
   return (
     <>
       <div className="gh sub">
         <span className="f">solved</span>
-        <span className="seg small" role="group" aria-label="Prompts solved">
-          {[["", "all"] as const, ...MARKS].map(([value, title]) => (
-            <button key={value} aria-pressed={mark === value} onClick={() => setParams({ mark: value })}>
-              {title} {data && <span className="f">{count(value ? data[value as "never"] : data.total)}</span>}
-            </button>
-          ))}
-        </span>
-        <select className="sort" aria-label="Order of prompts" value={sort} onChange={(event) => setParams({ psort: event.target.value === "first_step" ? null : event.target.value })}>
-          {PROMPT_SORTS.map(([value, title]) => <option key={value} value={value}>{title}</option>)}
-        </select>
+        <Segments label="Prompts solved" className="seg small" value={mark} options={MARKS.map((one) => [one === "total" ? "" : one, <>{one === "total" ? "all" : one} {data && <span className="f">{count(data[one])}</span>}</>])} choose={(next) => setParams({ mark: next })} />
+        <Select label="Order of prompts" className="sort" value={sort} options={PROMPT_SORTS} choose={(next) => setParams({ psort: next === "first_step" ? null : next })} />
       </div>
       {!data && <p className="none d" role="status">{error ? <span className="w">{error.message}</span> : "Reading the prompts."}</p>}
       {data && found.length === 0 && <p className="none d">No prompt has answers that pass the filters.</p>}

@@ -4,7 +4,9 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { HeatStrip } from "../../charts/HeatStrip";
 import { count, number, percent } from "../../format";
+import { neighbor } from "../../lists";
 import { Failure, Quiet, Waiting } from "../../shell/Quiet";
+import { Segments, Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
@@ -33,6 +35,8 @@ import "./rollouts.css";
 /** How often the list of answers, or its counts alone, follows a live run. */
 const ANSWERS_MS = 3000;
 const COUNTS_MS = 15_000;
+
+const LISTS = [["groups", "step"], ["answers", "all"], ["prompts", "prompts"], ["flight", "in flight"]] as const;
 
 const VIEW_KEYS: Shown[] = ["text", "surprise", "ratio", "entropy", "mask", "version"];
 
@@ -140,8 +144,7 @@ export function Rollouts() {
     if (hit) selectRow(hit);
   });
   const moveRow = (by: number) => {
-    const at = rows.current.findIndex((row) => row.sample_id === selected);
-    const next = rows.current[Math.min(Math.max(at + by, 0), rows.current.length - 1)];
+    const next = neighbor(rows.current, rows.current.findIndex((row) => row.sample_id === selected), by);
     if (next) selectRow(next);
   };
   const all = (list === "answers" && ownStep !== null ? own.data : groups.data) ?? [];
@@ -221,19 +224,11 @@ export function Rollouts() {
             <b>Prompts</b>
           ) : (
             <span>
-              <b>All steps</b>{" "}
-              <select className="sort" aria-label="Order" value={sort} onChange={(event) => setParams({ sort: event.target.value === "step" ? null : event.target.value })}>
-                {[...SORTS, ...metrics.flatMap(metricSorts)].map(([value, title]) => <option key={value} value={value}>{visible(title)}</option>)}
-              </select>
+              <b>All steps</b> <Select label="Order" className="sort" value={sort} options={[...SORTS, ...metrics.flatMap(metricSorts)]} choose={(next) => setParams({ sort: next === "step" ? null : next })} />
             </span>
           )}
           {list === "groups" && fresh > 0 && <button className="link d nb" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button>}
-          <span className="seg small" role="group" aria-label="List">
-            <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, ...noFilters() })}>step</button>
-            <button aria-pressed={list === "answers"} onClick={() => setParams({ list: "answers" })}>all</button>
-            <button aria-pressed={list === "prompts"} onClick={() => setParams({ list: "prompts" })}>prompts</button>
-            {live && <button aria-pressed={list === "flight"} onClick={() => setParams({ list: "flight" })}>in flight</button>}
-          </span>
+          <Segments label="List" className="seg small" value={list} options={LISTS.slice(0, live ? undefined : -1)} choose={(next) => setParams(next === "groups" ? { list: null, ...noFilters() } : { list: next })} />
         </div>
         {(list === "groups" || list === "answers") && <Legend by={by} metrics={metrics} scale={filling.scaleOf(group?.environment ?? all[0]?.environment ?? "")} />}
         {list === "prompts" ? (
@@ -309,9 +304,7 @@ function Legend({ by, metrics, scale }: { by: string; metrics: readonly string[]
     <div className="fillkey s d">
       <label>
         squares by{" "}
-        <select className="sort" value={by} onChange={(event) => setParams({ squares: event.target.value === "reward" ? null : event.target.value }, true)}>
-          {[...SQUARES, ...metrics.map((name) => [`${METRIC}${name}`, name] as const)].map(([value, title]) => <option key={value} value={value}>{visible(title)}</option>)}
-        </select>
+        <Select label="squares by" className="sort" value={by} options={[...SQUARES, ...metrics.map((name) => [`${METRIC}${name}`, name] as const)]} choose={(next) => setParams({ squares: next === "reward" ? null : next }, true)} />
       </label>
       <span className="sq" aria-hidden="true">{number(scale.low)} {[0, 1, 2, 3, 4].map((one) => <i key={one} className={`l${one}`} />)} {number(scale.high)}</span>
     </div>

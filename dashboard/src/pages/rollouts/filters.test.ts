@@ -1,18 +1,13 @@
 import { expect, test } from "vitest";
 import { address } from "../../api";
 import { formatList, parseList } from "../../state/url";
-import { formatRange, noFilters, numChosen, parseRange, problemOf, queryOf, rangeWords, toggled } from "./filters";
+import { formatRange, noFilters, numChosen, parseRange, problemOf, queryOf, rangeWords } from "./filters";
 
 test("a list survives the address, with commas and percent signs in its parts", () => {
   const parts = ["level=a,b", "share=50 %"];
   expect(parseList(formatList(parts))).toEqual(parts);
   expect(parseList("level=1,%E0%A4%A")).toEqual(["level=1", "%E0%A4%A"]);
   expect(parseList(undefined)).toEqual([]);
-});
-
-test("a part is added, and taken away where it is", () => {
-  expect(toggled(["a"], "b")).toEqual(["a", "b"]);
-  expect(toggled(["a", "b"], "a")).toEqual(["b"]);
 });
 
 test("a range survives its text, also of a metric with dots and equal signs", () => {

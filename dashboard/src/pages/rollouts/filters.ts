@@ -33,9 +33,6 @@ export interface NumberRange {
   high: string;
 }
 
-/** Returns the list with a part added, or without it where it was. */
-export const toggled = (parts: string[], part: string): string[] => (parts.includes(part) ? parts.filter((other) => other !== part) : [...parts, part]);
-
 export function parseRange(text: string): NumberRange | null {
   const match = /^(.+)=([^=]*)\.\.([^=]*)$/.exec(text);
   return match ? { name: match[1]!, low: match[2]!, high: match[3]! } : null;

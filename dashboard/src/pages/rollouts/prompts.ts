@@ -4,11 +4,8 @@ import { count, percent } from "../../format";
 import type { Prompt } from "../../types";
 import type { GroupSample, SampleRow } from "./types";
 
-export const MARKS: [value: string, title: string][] = [
-  ["never", "never"],
-  ["sometimes", "sometimes"],
-  ["always", "always"],
-];
+/** How often prompts were solved: the counts of a page of prompts by their names. */
+export const MARKS = ["total", "never", "sometimes", "always"] as const;
 
 export const PROMPT_SORTS: [value: string, title: string][] = [
   ["first_step", "first seen"],

@@ -1,5 +1,6 @@
 /** The selection: addresses of an answer and of its time, and moves by the keys j k h l. */
 
+import { neighbor } from "../../lists";
 import { elsewhere, format, type Place } from "../../state/url";
 import type { Detail, Group } from "./types";
 
@@ -30,8 +31,6 @@ export interface Chosen {
   sample: string;
 }
 
-const inside = (index: number, length: number) => Math.min(Math.max(index, 0), length - 1);
-
 /** The named sample and its group, null if no group has it; without a name the first answer of the first group. */
 export function chosen(groups: readonly Group[], sample: string): Chosen | null {
   const group = sample ? groups.find((one) => one.samples.some((answer) => answer.id === sample)) : groups.find((one) => one.samples.length > 0);
@@ -47,8 +46,8 @@ export function moveGroup(groups: readonly Group[], sample: string, by: number):
   const at = groups.findIndex((group) => group.id === now.group);
   const place = groups[at]!.samples.findIndex((answer) => answer.id === now.sample);
   for (let i = at + by; i >= 0 && i < groups.length; i += by) {
-    const answers = groups[i]!.samples;
-    if (answers.length > 0) return answers[inside(place, answers.length)]!.id;
+    const answer = neighbor(groups[i]!.samples, place, 0);
+    if (answer) return answer.id;
   }
   return now.sample;
 }
@@ -58,6 +57,5 @@ export function moveAnswer(groups: readonly Group[], sample: string, by: number)
   const now = chosen(groups, sample);
   if (!now) return firstOf(groups);
   const { samples } = groups.find((group) => group.id === now.group)!;
-  const at = samples.findIndex((answer) => answer.id === now.sample);
-  return samples[inside(at + by, samples.length)]!.id;
+  return neighbor(samples, samples.findIndex((answer) => answer.id === now.sample), by)!.id;
 }

@@ -2,6 +2,7 @@
 
 import { useMemo, useState } from "react";
 import { Chooser, type Option } from "../../shell/Chooser";
+import { Segments } from "../../shell/controls";
 import { formatList, parseList, setParams, useParam, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
 import type { Field, RunRow } from "../../types";
@@ -38,15 +39,7 @@ export function usePlotFields(fields: Field[]): string[] {
 export function ViewChoice() {
   const view = useView();
   const [, setView] = useParam("view", "table");
-  return (
-    <span className="seg" role="group" aria-label="View">
-      {VIEWS.map(([name, title]) => (
-        <button key={name} aria-pressed={view === name} onClick={() => setView(name)}>
-          {title}
-        </button>
-      ))}
-    </span>
-  );
+  return <Segments label="View" value={view} options={VIEWS} choose={setView} />;
 }
 
 interface PlotViewProps {
@@ -87,7 +80,7 @@ export function PlotView({ runs, fields, tagColumn, colorOf, hrefOf }: PlotViewP
   return (
     <>
       <Parallel {...{ runs, columns, choices, hrefOf }} />
-      <Chooser title="Axes" opened={opened} close={() => setOpened(false)} options={options} chosen={axes} onChange={choose} reset={() => choose(null)} />
+      {opened && <Chooser title="Axes" close={() => setOpened(false)} options={options} chosen={axes} onChange={choose} reset={() => choose(null)} />}
     </>
   );
 }

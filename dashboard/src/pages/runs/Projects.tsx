@@ -2,6 +2,7 @@
 
 import { useState } from "react";
 import { count } from "../../format";
+import { FieldForm } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import { useDocument } from "../../state/documents";
 import { useResource } from "../../state/resource";
@@ -33,67 +34,46 @@ export function ProjectsButton({ open, tells = false }: { open: () => void; tell
   );
 }
 
-export function ProjectsDialog({ opened, close }: { opened: boolean; close: () => void }) {
-  const list = useProjects(opened ? OPENED_MS : CLOSED_MS);
-  return (
-    list && (
-      <Dialog opened={opened} close={close} title="Projects on W&B">
-        <Chosen list={list} />
-      </Dialog>
-    )
-  );
-}
-
-function Chosen({ list }: { list: ProjectList }) {
+export function ProjectsDialog({ close }: { close: () => void }) {
+  const list = useProjects(OPENED_MS);
   const { change, error } = useDocument<Choice>("projects");
   const [text, setText] = useState("");
   const [refused, setRefused] = useState(false);
   const set = (path: string, on: boolean) => change((old) => choose(old, path, on));
-  const add = (event: React.FormEvent) => {
-    event.preventDefault();
+  const add = () => {
     const path = parseProject(text);
     setRefused(path === null);
     if (path === null) return;
     set(path, true);
     setText("");
   };
-  return (
-    <div className="projects">
-      {list.can_change && (
-        <form className="naming" onSubmit={add}>
-          <input
-            className="field"
-            placeholder="ENTITY/PROJECT, or its address"
-            aria-label="Project to add"
-            aria-invalid={refused}
-            value={text}
-            onChange={(event) => (setText(event.target.value), setRefused(false))}
-          />
-          <button className="btn" disabled={!text.trim()}>
-            Add
-          </button>
-        </form>
-      )}
-      {refused && (
-        <p className="w" role="alert">
-          A project is named as in my-team/my-project, or by its address in a browser.
+  return list && (
+    <Dialog close={close} title="Projects on W&B">
+      <div className="projects">
+        {list.can_change && (
+          <FieldForm label="Project to add" placeholder="ENTITY/PROJECT, or its address" aria-invalid={refused} value={text} change={(next) => (setText(next), setRefused(false))} submit={add} button="Add" />
+        )}
+        {refused && (
+          <p className="w" role="alert">
+            A project is named as in my-team/my-project, or by its address in a browser.
+          </p>
+        )}
+        <ul>
+          {list.projects.map((project) => (
+            <Row key={project.path} project={project} action={list.can_change ? "Remove" : null} act={() => set(project.path, false)} />
+          ))}
+          {list.can_change &&
+            list.removed.map((path) => <Row key={path} project={{ path, runs: 0, problem: "removed by you" }} action="Show again" act={() => set(path, true)} />)}
+        </ul>
+        {error && <p className="w">{error.message}</p>}
+        {list.can_change && list.problem && <p className="d">{visible(list.problem)}</p>}
+        <p className="f s">
+          {list.can_change
+            ? "Projects with Telescope runs are found with the key of wandb login. Removing one here changes nothing on W&B."
+            : "These projects were named on the command line. Without an argument, telescope ui finds your projects."}
         </p>
-      )}
-      <ul>
-        {list.projects.map((project) => (
-          <Row key={project.path} project={project} action={list.can_change ? "Remove" : null} act={() => set(project.path, false)} />
-        ))}
-        {list.can_change &&
-          list.removed.map((path) => <Row key={path} project={{ path, runs: 0, problem: "removed by you" }} action="Show again" act={() => set(path, true)} />)}
-      </ul>
-      {error && <p className="w">{error.message}</p>}
-      {list.can_change && list.problem && <p className="d">{visible(list.problem)}</p>}
-      <p className="f s">
-        {list.can_change
-          ? "Projects with Telescope runs are found with the key of wandb login. Removing one here changes nothing on W&B."
-          : "These projects were named on the command line. Without an argument, telescope ui finds your projects."}
-      </p>
-    </div>
+      </div>
+    </Dialog>
   );
 }
 

@@ -1,6 +1,7 @@
 /** Renames a run for this user. The run itself does not change. */
 
 import { useState } from "react";
+import { FieldForm } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import { useLabels } from "../../state/labels";
 import type { RunRow } from "../../types";
@@ -13,22 +14,12 @@ export function RenameDialog({ run, close }: { run: RunRow; close: () => void })
     close();
   };
   return (
-    <Dialog opened close={close} title={`Name of ${run.id}`}>
-      <form
-        className="naming"
-        onSubmit={(event) => {
-          event.preventDefault();
-          keep(name);
-        }}
-      >
-        <input className="field" maxLength={120} aria-label="Name" value={name} onChange={(event) => setName(event.target.value)} />
-        <button className="btn" disabled={!name.trim()}>
-          Rename
-        </button>
+    <Dialog close={close} title={`Name of ${run.id}`}>
+      <FieldForm label="Name" maxLength={120} value={name} change={setName} submit={keep} button="Rename">
         <button type="button" className="btn" onClick={() => keep("")}>
           Its own name
         </button>
-      </form>
+      </FieldForm>
       <p className="f s">All pages show this name to you. The run itself does not change.</p>
     </Dialog>
   );

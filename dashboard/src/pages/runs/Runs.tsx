@@ -6,6 +6,7 @@ import { ApiError } from "../../api";
 import { download } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { count } from "../../format";
+import { toggled } from "../../lists";
 import { Quiet } from "../../shell/Quiet";
 import { Chooser } from "../../shell/Chooser";
 import { useKeys } from "../../shell/keys";
@@ -60,7 +61,7 @@ export function Runs() {
     <>
       {runs.data.runs.length === 0 ? <Nothing list={runs.data} openProjects={openProjects} /> : <Table list={runs.data} ids={ids} known={known} lost={runs.error} openProjects={openProjects} />}
       {/* Here, so that it stays open when the last project of the list is removed. */}
-      <ProjectsDialog opened={projectsOpened} close={() => setProjectsOpened(false)} />
+      {projectsOpened && <ProjectsDialog close={() => setProjectsOpened(false)} />}
     </>
   );
 }
@@ -141,7 +142,7 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
     const own = new Set(members.map((run) => run.id));
     setChosen([...chosen.filter((id) => !own.has(id)), ...(on ? own : [])]);
   };
-  const fold = (key: string) => setUnfolded(unfolded.has(key) ? folds.filter((other) => other !== key) : [...folds, key]);
+  const fold = (key: string) => setUnfolded(toggled(folds, key));
   const membersOf = (line: Line) => (line.run ? [line.run] : line.group.runs);
   const isPicked = (line: Line) => membersOf(line).every((run) => picked.includes(run.id));
   const move = (by: number) => {
@@ -319,9 +320,9 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
         {found.length === 0 && <p className="none d">No run fits “{search}”.</p>}
         <Problems problems={list.problems} />
       </div>
-      <ColumnChooser ids={ids} known={known} tagColumn={tagColumn} opened={opened === "columns"} close={() => setOpened(null)} />
+      {opened === "columns" && <ColumnChooser ids={ids} known={known} tagColumn={tagColumn} close={() => setOpened(null)} />}
       {opened === "name" && single && <RenameDialog run={single} close={() => setOpened(null)} />}
-      <TagDialog runs={chosenRuns} all={all} opened={opened === "tags"} close={() => setOpened(null)} />
+      {opened === "tags" && <TagDialog runs={chosenRuns} all={all} close={() => setOpened(null)} />}
     </div>
   );
 }
@@ -435,7 +436,7 @@ function Grouping({ grouping, known }: { grouping: string; known: Field[] }) {
           { title: "seeds: all settings equal but the seed", run: () => set(SEEDS) },
           ...differing.slice(0, MOST_OFFERED).map((field) => ({
             title: `${parts.includes(field.name) ? "− " : parts.length ? "+ " : ""}${field.name.slice("config.".length)}`,
-            run: () => set((parts.includes(field.name) ? parts.filter((part) => part !== field.name) : [...parts, field.name]).join(",")),
+            run: () => set(toggled(parts, field.name).join(",")),
           })),
         ]}
       />
@@ -443,10 +444,10 @@ function Grouping({ grouping, known }: { grouping: string; known: Field[] }) {
   );
 }
 
-function ColumnChooser({ ids, known, tagColumn, opened, close }: { ids: string[]; known: Field[]; tagColumn: Column; opened: boolean; close: () => void }) {
+function ColumnChooser({ ids, known, tagColumn, close }: { ids: string[]; known: Field[]; tagColumn: Column; close: () => void }) {
   const { choose } = useColumns();
   const options = useMemo(() => columnOptions(known, tagColumn), [known, tagColumn]);
-  return <Chooser title="Columns" opened={opened} close={close} options={options} chosen={ids} onChange={choose} reset={() => choose(null)} />;
+  return <Chooser title="Columns" close={close} options={options} chosen={ids} onChange={choose} reset={() => choose(null)} />;
 }
 
 function Nothing({ list, openProjects }: { list: RunList; openProjects: () => void }) {

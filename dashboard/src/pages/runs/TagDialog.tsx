@@ -1,30 +1,24 @@
 /** Gives tags to runs. They are the user's own: the runs do not change. */
 
 import { useState } from "react";
+import { FieldForm } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import { useTags } from "../../state/tags";
 import type { RunRow } from "../../types";
 import { visible } from "../../text/hostile";
 
-export function TagDialog({ runs, all, opened, close }: { runs: RunRow[]; all: RunRow[]; opened: boolean; close: () => void }) {
+export function TagDialog({ runs, all, close }: { runs: RunRow[]; all: RunRow[]; close: () => void }) {
   const tags = useTags();
   const [text, setText] = useState("");
   const keys = runs.map((run) => run.key);
   const known = [...new Set(all.flatMap(tags.own))].sort();
-  const add = (event: React.FormEvent) => {
-    event.preventDefault();
-    const tag = text.trim();
-    if (tag) tags.set(keys, tag, true);
+  const add = () => {
+    tags.set(keys, text.trim(), true);
     setText("");
   };
   return (
-    <Dialog opened={opened} close={close} title={runs.length === 1 ? `Tags of ${visible(runs[0]!.name)}` : `Tags of ${runs.length} runs`}>
-      <form className="naming" onSubmit={add}>
-        <input className="field" maxLength={40} placeholder="New tag" aria-label="New tag" value={text} onChange={(event) => setText(event.target.value)} />
-        <button className="btn" disabled={!text.trim()}>
-          Add
-        </button>
-      </form>
+    <Dialog close={close} title={runs.length === 1 ? `Tags of ${visible(runs[0]!.name)}` : `Tags of ${runs.length} runs`}>
+      <FieldForm label="New tag" placeholder="New tag" maxLength={40} value={text} change={setText} submit={add} button="Add" />
       <ul className="choose">
         {known.map((tag) => {
           const number = runs.filter((run) => tags.own(run).includes(tag)).length;

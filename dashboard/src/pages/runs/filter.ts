@@ -1,6 +1,7 @@
 /** The filter of runs: words, `-words` that are excluded, and conditions such as `tag=sweep`, `reward>0.5`, `model=*qwen*`. */
 
 import { setting } from "../../format";
+import { toggled } from "../../lists";
 import type { RunRow } from "../../types";
 
 type Sign = "=" | "!=" | ">" | ">=" | "<" | "<=";
@@ -90,10 +91,7 @@ export function matches(run: RunRow, terms: Term[], tags: string[]): boolean {
 }
 
 /** Returns the filter with a condition added, or without it if it was there. */
-export function toggleTerm(text: string, term: string): string {
-  const parts = partsOf(text);
-  return (parts.includes(term) ? parts.filter((part) => part !== term) : [...parts, term]).join(" ");
-}
+export const toggleTerm = (text: string, term: string): string => toggled(partsOf(text), term).join(" ");
 
 /** Returns the filter with another name for a field. */
 export const renameField = (text: string, field: string, name: string): string =>

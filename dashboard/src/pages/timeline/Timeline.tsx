@@ -5,6 +5,7 @@ import { runPath } from "../../api";
 import { download, fileName } from "../../charts/export";
 import { duration, NONE, number } from "../../format";
 import { Failure, Reading, Waiting } from "../../shell/Quiet";
+import { Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
@@ -219,9 +220,7 @@ export function Timeline() {
           <button className="btn" onClick={fit}>Fit step <kbd>s</kbd></button>
           <button className="btn" onClick={() => setView({ from: bounds.from, to: bounds.to })}>Whole run <kbd>0</kbd></button>
           {choices.length > 1 && (
-            <select className="field" aria-label="Gauge of the GPUs" value={chosen?.name} onChange={(event) => setParams({ gauge: event.target.value === choices[0]?.name ? null : event.target.value }, true)}>
-              {choices.map((one) => <option key={one.name} value={one.name}>{one.title}</option>)}
-            </select>
+            <Select label="Gauge of the GPUs" value={chosen?.name} options={choices.map((one) => [one.name, one.title])} choose={(name) => setParams({ gauge: name === choices[0]?.name ? null : name }, true)} />
           )}
           <span className="outs" role="group" aria-label="Requests that are shown">
             {OUTCOMES.map((one) => (

@@ -1,6 +1,7 @@
 /** Finds the spans of a track. */
 
 import { bisectLeft } from "d3-array";
+import { neighbor } from "../../lists";
 import type { SpanColumns, Track } from "./spans";
 
 /** Index of the span at a time, within a tolerance; the shortest one when several cover it. -1 if there is none. */
@@ -32,5 +33,5 @@ export function nextRequest({ sample_id, server, start, end }: SpanColumns, from
   });
   const ordered = [...first].sort((a, b) => a[1] - b[1]).map(([id]) => id);
   const at = ordered.indexOf(sample);
-  return ordered[at < 0 ? 0 : Math.min(Math.max(at + by, 0), ordered.length - 1)] ?? null;
+  return neighbor(ordered, at, at < 0 ? 1 : by) ?? null;
 }
