@@ -1,8 +1,10 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { ApiError } from "../api";
 import { fakeFetch } from "../testing/server";
-import { known, listen, read, Reader, RETRY_MS } from "./resource";
-import { knownSteps, NO_STEPS, readSteps } from "./steps";
+import { Reader, responses, RETRY_MS } from "./resource";
+import { NO_STEPS, steps } from "./steps";
+
+const { known, read } = responses;
 
 let asked: ReturnType<typeof fakeFetch>;
 
@@ -32,7 +34,7 @@ test("versions that pass during a read lead to one more read", async () => {
 
 test("an address is read once for all that need it, and old data stay while it is read again", async () => {
   const heard: unknown[] = [];
-  const stop = listen("/a", () => heard.push(known("/a").data));
+  const stop = responses.listen(["/a"], () => heard.push(known("/a").data));
   void read("/a", "1");
   void read("/a", "1");
   expect(asked.map((one) => one.url)).toEqual(["/a"]);
@@ -56,7 +58,7 @@ test("an error keeps the data, says why, and goes with the next read", async () 
 });
 
 test("what the server could not answer is read again while somebody needs it", async () => {
-  const stop = listen("/d", () => {});
+  const stop = responses.listen(["/d"], () => {});
   void read("/d", "1");
   await asked[0]!.answer({ detail: "The dashboard failed here." }, 500);
   expect(known("/d").error).toEqual(new ApiError(500, "The dashboard failed here."));
@@ -76,7 +78,7 @@ test("what failed while no page needed it is read when one does", async () => {
   void read("/e", "1");
   await asked[0]!.answer({}, 503);
   await vi.advanceTimersByTimeAsync(RETRY_MS);
-  const stop = listen("/e", () => {});
+  const stop = responses.listen(["/e"], () => {});
   void read("/e", "1");
   await asked[1]!.answer([1]);
   expect(known("/e")).toEqual({ data: [1], error: null, loading: false });
@@ -84,7 +86,7 @@ test("what failed while no page needed it is read when one does", async () => {
 });
 
 test("a version that came during a read is read again too if it fails", async () => {
-  const stop = listen("/f", () => {});
+  const stop = responses.listen(["/f"], () => {});
   void read("/f", "1");
   void read("/f", "2");
   await asked[0]!.answer([1]);
@@ -98,28 +100,28 @@ test("a version that came during a read is read again too if it fails", async ()
 const rows = (next: number, step: number[]) => ({ ...NO_STEPS, next, step, attempt: step.map(() => 1) });
 
 test("steps are read from the cursor on", async () => {
-  void readSteps("run", "1");
+  void steps.read("run", "1");
   await asked[0]!.answer(rows(2, [0, 1]));
-  void readSteps("run", "2");
+  void steps.read("run", "2");
   expect(asked[1]!.url).toBe("/api/runs/run/steps?since=2");
   await asked[1]!.answer(rows(3, [2]));
-  expect(knownSteps("run")!.step).toEqual([0, 1, 2]);
+  expect(steps.known("run").data!.step).toEqual([0, 1, 2]);
 });
 
 test("steps of another run in the same folder replace the old ones", async () => {
-  void readSteps("replaced", "1");
+  void steps.read("replaced", "1");
   await asked[0]!.answer(rows(9, [0, 1, 2]));
-  void readSteps("replaced", "2");
+  void steps.read("replaced", "2");
   await asked[1]!.answer(rows(1, []));
   expect(asked[2]!.url).toBe("/api/runs/replaced/steps");
   await asked[2]!.answer(rows(1, [0]));
-  expect(knownSteps("replaced")!.step).toEqual([0]);
+  expect(steps.known("replaced").data!.step).toEqual([0]);
 });
 
 test("steps of runs that no page shows any more are dropped", async () => {
   for (let i = 0; i < 20; i += 1) {
-    void readSteps(`run ${i}`, "1");
+    void steps.read(`run ${i}`, "1");
     await asked[i]!.answer(rows(1, [0]));
   }
-  expect([0, 19].map((i) => knownSteps(`run ${i}`)?.step ?? null)).toEqual([null, [0]]);
+  expect([0, 19].map((i) => steps.known(`run ${i}`).data?.step ?? null)).toEqual([null, [0]]);
 });

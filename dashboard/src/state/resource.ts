@@ -52,85 +52,89 @@ export interface Resource<T> {
   loading: boolean;
 }
 
-interface Entry {
-  state: Resource<unknown>;
+interface Entry<T> {
+  state: Resource<T>;
   listeners: Set<() => void>;
   reader: Reader;
 }
 
 const EMPTY: Resource<never> = { data: undefined, error: null, loading: true };
+
+/** What was read, by key. Beyond `most` entries, the oldest go that no component listens to. */
+export class Store<T> {
+  private readonly entries = new Map<string, Entry<T>>();
+
+  /** `fetch` gets the newest data of a key, and what was read of it before. */
+  constructor(
+    private readonly most: number,
+    private readonly fetch: (key: string, old: T | undefined) => Promise<T>,
+  ) {}
+
+  /** Reads a key, unless this version of it was read; keeps the old data meanwhile. */
+  read = (key: string, version: string): Promise<void> => this.entryOf(key).reader.want(version);
+
+  /** Returns what is known of a key. */
+  known = (key: string): Resource<T> => this.entries.get(key)?.state ?? EMPTY;
+
+  /** Calls the listener when one of the keys was read; returns a function that ends it. */
+  listen(keys: readonly string[], listener: () => void): () => void {
+    const all = keys.map((key) => this.entryOf(key).listeners.add(listener));
+    return () => all.forEach((listeners) => listeners.delete(listener));
+  }
+
+  private entryOf(key: string): Entry<T> {
+    const known = this.entries.get(key);
+    if (known) return known;
+    const made: Entry<T> = { state: EMPTY, listeners: new Set(), reader: new Reader(() => this.load(key, made), () => made.listeners.size > 0) };
+    this.entries.set(key, made);
+    for (const [other, { listeners }] of this.entries) {
+      if (this.entries.size <= this.most) break;
+      if (listeners.size === 0 && other !== key) this.entries.delete(other);
+    }
+    return made;
+  }
+
+  private async load(key: string, entry: Entry<T>): Promise<boolean> {
+    const { data } = entry.state;
+    try {
+      entry.state = { data: await this.fetch(key, data), error: null, loading: false };
+      onRead(true);
+    } catch (error) {
+      onRead(error instanceof ApiError && error.status < 502); // 502 and above are a gateway's responses for a server that is unreachable
+      entry.state = { data, error: error as Error, loading: false };
+    }
+    for (const listener of entry.listeners) listener();
+    return entry.state.error !== null && mayPass(entry.state.error);
+  }
+}
+
 const KEPT = 60;
-const entries = new Map<string, Entry>();
-
-function entryOf(key: string): Entry {
-  let entry = entries.get(key);
-  if (!entry) {
-    const made: Entry = { state: EMPTY, listeners: new Set(), reader: new Reader(() => load(key, made), () => made.listeners.size > 0) };
-    entries.set(key, (entry = made));
-    dropUnused(entries, KEPT, key);
-  }
-  return entry;
-}
-
-/** Drops the oldest entries without listeners, beyond a number. */
-export function dropUnused(entries: Map<string, { listeners: Set<unknown> }>, most: number, except: string): void {
-  for (const [key, { listeners }] of entries) {
-    if (entries.size <= most) break;
-    if (listeners.size === 0 && key !== except) entries.delete(key);
-  }
-}
-
-async function load(key: string, entry: Entry): Promise<boolean> {
-  try {
-    entry.state = { data: await get(key), error: null, loading: false };
-    onRead(true);
-  } catch (error) {
-    onRead(error instanceof ApiError && error.status < 502); // 502 and above are a gateway's responses for a server that is unreachable
-    entry.state = { data: entry.state.data, error: error as Error, loading: false };
-  }
-  for (const listener of entry.listeners) listener();
-  return entry.state.error !== null && mayPass(entry.state.error);
-}
-
-/** Reads an address, unless this version of it was read; keeps the old data meanwhile. */
-export const read = (key: string, version: string): Promise<void> => entryOf(key).reader.want(version);
-
-/** Returns what is known of an address. */
-export const known = <T>(key: string): Resource<T> => (entries.get(key)?.state ?? EMPTY) as Resource<T>;
-
-/** Calls the listener when an address was read; returns a function that ends it. */
-export function listen(key: string, listener: () => void): () => void {
-  const { listeners } = entryOf(key);
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
+/** Responses of the API by their addresses. */
+export const responses = new Store<unknown>(KEPT, (key) => get(key));
 
 /** Returns what the API answers; a path of null reads nothing. A new `version` reads again and keeps the old data meanwhile. */
 export function useResource<T>(path: string | null, query: Query = {}, version: string | number = ""): Resource<T> {
   const key = path === null ? null : address(path, query);
   // A subscription that is renewed at each render would leave its entry without listeners for a moment.
-  const subscribe = useCallback((listener: () => void) => (key === null ? () => {} : listen(key, listener)), [key]);
-  const state = useSyncExternalStore(subscribe, () => (key === null ? EMPTY : known<T>(key)));
-  const ask = () => void (key !== null && read(key, String(version)));
+  const subscribe = useCallback((listener: () => void) => (key === null ? () => {} : responses.listen([key], listener)), [key]);
+  const state = useSyncExternalStore(subscribe, () => (key === null ? EMPTY : (responses.known(key) as Resource<T>)));
+  const ask = () => void (key !== null && responses.read(key, String(version)));
   useMemo(ask, [key, version]); // the server answers while the page is drawn
   useEffect(ask, [key, version]); // reads again what was dropped before it had a listener
   return state;
 }
 
-/** Returns what the API answers for several addresses, whose number may change. */
-export function useResources<T>(keys: readonly string[], versions: readonly string[]): Resource<T>[] {
+/** Returns what is known of several keys, whose number may change, and reads their versions. */
+export function useStored<T>(store: Store<T>, keys: readonly string[], versions: readonly string[]): Resource<T>[] {
   const all = keys.join("\n");
-  const subscribe = useCallback(
-    (listener: () => void) => {
-      const stops = keys.map((key) => listen(key, listener));
-      return () => stops.forEach((stop) => stop());
-    },
-    [all],
-  );
-  useSyncExternalStore(subscribe, () => keys.map((key) => stamp(known(key))).join());
-  useEffect(() => keys.forEach((key, i) => void read(key, versions[i] ?? "")), [all, versions.join("\n")]);
-  return keys.map((key) => known<T>(key));
+  const subscribe = useCallback((listener: () => void) => store.listen(keys, listener), [all]);
+  useSyncExternalStore(subscribe, () => keys.map((key) => stamp(store.known(key))).join());
+  useEffect(() => keys.forEach((key, i) => void store.read(key, versions[i] ?? "")), [all, versions.join("\n")]);
+  return keys.map(store.known);
 }
+
+/** Returns what the API answers for several addresses. */
+export const useResources = <T>(keys: readonly string[], versions: readonly string[]): Resource<T>[] => useStored(responses as Store<T>, keys, versions);
 
 /** Returns the value, or the last known one while it is undefined. */
 export function useKept<T>(value: T | undefined): T | undefined {

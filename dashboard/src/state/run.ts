@@ -5,8 +5,8 @@ import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
 import { named, useLabels } from "./labels";
 import { useConnection, useEvents, useVersion, useVersions, versionOf } from "./live";
-import { read, type Resource, useKept, useResource, useResources } from "./resource";
-import { readSteps } from "./steps";
+import { type Resource, responses, useKept, useResource, useResources } from "./resource";
+import { steps } from "./steps";
 import { useOpened, useTick } from "./timing";
 import { usePlace } from "./url";
 
@@ -40,10 +40,10 @@ export function useRunId(): string {
 
 /** Starts the reads that each page of a run makes, before the code of the page has arrived. */
 export function readAhead(run: string): void {
-  void read(runPath(run), versionOf(run, "attempts", "runs"));
-  void readSteps(run, versionOf(run, "steps"));
-  void read(runPath(run, "health"), versionOf(run, "steps", "alerts"));
-  void read(runPath(run, "evals"), versionOf(run, "evals"));
+  void responses.read(runPath(run), versionOf(run, "attempts", "runs"));
+  void steps.read(run, versionOf(run, "steps"));
+  void responses.read(runPath(run, "health"), versionOf(run, "steps", "alerts"));
+  void responses.read(runPath(run, "evals"), versionOf(run, "evals"));
 }
 
 export function useRunInfo(run: string | null): Resource<RunInfo> {

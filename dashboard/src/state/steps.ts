@@ -1,10 +1,9 @@
 /** The steps of a run as columns, read once and then only what is new. */
 
-import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { get, runPath } from "../api";
 import type { StepColumns, Value } from "../types";
 import { useEvents, useVersions } from "./live";
-import { dropUnused, mayPass, Reader } from "./resource";
+import { type Resource, Store, useStored } from "./resource";
 
 export const NO_STEPS: StepColumns = {
   next: 0,
@@ -50,70 +49,28 @@ export function mergeSteps(old: StepColumns, fresh: StepColumns): StepColumns {
   };
 }
 
-interface Entry {
-  steps: StepColumns | null;
-  error: Error | null;
-  listeners: Set<() => void>;
-  reader: Reader;
-}
-
 /** Runs that are kept when no page shows them. Metrics of 2,000 steps are some megabytes. */
 const KEPT = 12;
-const entries = new Map<string, Entry>();
-let revision = 0;
 
-function entryOf(run: string): Entry {
-  let entry = entries.get(run);
-  if (!entry) {
-    const made: Entry = { steps: null, error: null, listeners: new Set(), reader: new Reader(() => load(run, made), () => made.listeners.size > 0) };
-    entries.set(run, (entry = made));
-    dropUnused(entries, KEPT, run);
-  }
-  return entry;
-}
-
-async function load(run: string, entry: Entry): Promise<boolean> {
-  try {
-    const old = entry.steps ?? NO_STEPS;
-    const fresh = await get<StepColumns>(runPath(run, "steps"), { since: old.next || null });
-    // Fewer rows than before: another run is in the folder now.
-    entry.steps = fresh.next < old.next ? await get<StepColumns>(runPath(run, "steps")) : mergeSteps(old, fresh);
-    entry.error = null;
-  } catch (error) {
-    entry.error = error as Error;
-  }
-  revision += 1;
-  for (const listener of entry.listeners) listener();
-  return entry.error !== null && mayPass(entry.error);
-}
-
-/** Reads the new steps of a run, unless this version of them was read. */
-export const readSteps = (run: string, version: string): Promise<void> => entryOf(run).reader.want(version);
-
-/** Returns the steps of a run as far as they were read. */
-export const knownSteps = (run: string): StepColumns | null => entries.get(run)?.steps ?? null;
+/** The steps that were read, by run. */
+export const steps = new Store<StepColumns>(KEPT, async (run, old = NO_STEPS) => {
+  const fresh = await get<StepColumns>(runPath(run, "steps"), { since: old.next || null });
+  // Fewer rows than before: another run is in the folder now.
+  return fresh.next < old.next ? get<StepColumns>(runPath(run, "steps")) : mergeSteps(old, fresh);
+});
 
 /** Returns the steps of several runs, in their order; null for those still to be read. Live runs grow. */
-export function useStepsOf(runs: string[]): (StepColumns | null)[] {
-  const key = runs.join("\n");
+export const useStepsOf = (runs: string[]): (StepColumns | null)[] => useReads(runs).map(({ data }) => data ?? null);
+
+function useReads(runs: string[]): Resource<StepColumns>[] {
   useEvents(runs);
-  const versions = useVersions(runs, "steps");
-  const subscribe = useCallback(
-    (listener: () => void) => {
-      const mine = runs.map((run) => entryOf(run).listeners.add(listener));
-      return () => mine.forEach((listeners) => listeners.delete(listener));
-    },
-    [key],
-  );
-  useSyncExternalStore(subscribe, () => revision);
-  useEffect(() => runs.forEach((run, i) => void readSteps(run, versions[i]!)), [key, versions.join("\n")]);
-  return runs.map(knownSteps);
+  return useStored(steps, runs, useVersions(runs, "steps"));
 }
 
 /** Returns the steps of a run, null while they are read for the first time. */
 export function useSteps(run: string | null): { steps: StepColumns | null; error: Error | null } {
-  const [steps = null] = useStepsOf(run === null ? [] : [run]);
-  return { steps, error: (run !== null && entries.get(run)?.error) || null };
+  const [read] = useReads(run === null ? [] : [run]);
+  return { steps: read?.data ?? null, error: read?.error ?? null };
 }
 
 /** Returns the seconds that training has taken up to each step's end, without the gaps between attempts. */
