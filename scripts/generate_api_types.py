@@ -35,18 +35,26 @@ FRAMEWORK = ("HTTPValidationError", "ValidationError")
 def generate() -> str:
     """Returns the content of the file."""
     from telescope.dashboard.app import create_app
+    from telescope.dashboard.row_models import SampleNumbers
     from telescope.record.run_info import STATUS_WORDS
 
     schemas: dict[str, Any] = create_app([]).openapi()["components"]["schemas"]
-    interfaces = [_interface(name, schema) for name, schema in schemas.items() if name not in FRAMEWORK]
+    schemas["SampleNumbers"] = base = SampleNumbers.model_json_schema()
+    bases = dict.fromkeys(("Sample", "SampleRow"), base)
+    known = sorted(schemas.keys() - set(FRAMEWORK))
+    interfaces = [_interface(name, schemas[name], bases.get(name)) for name in known]
     return "\n".join([HEADER.format(words=json.dumps(STATUS_WORDS)), *interfaces])
 
 
-def _interface(name: str, schema: Mapping[str, Any]) -> str:
+def _interface(name: str, schema: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    """Returns an interface, with the fields that its base does not have."""
     lines = [f"/** {schema['description']} */"] if "description" in schema else []
-    lines.append(f"export interface {name} {{")
+    extends = f" extends {base['title']}" if base else ""
+    lines.append(f"export interface {name}{extends} {{")
     required = schema.get("required", ())
     for field, value in schema.get("properties", {}).items():
+        if base and field in base["properties"]:
+            continue
         if "description" in value:
             lines.append(f"  /** {value['description']} */")
         lines.append(f"  {field}{'' if field in required else '?'}: {type_of(value)};")

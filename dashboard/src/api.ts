@@ -127,21 +127,15 @@ export function follow(runs: string[], events: RunEvents): () => void {
       heard();
     };
     opened.addEventListener("alive", heard);
-    opened.addEventListener("tables", (event: MessageEvent<string>) => {
-      heard();
-      const { run, tables } = JSON.parse(event.data) as { run: string; tables: Record<string, number> };
-      events.onTables(run, tables);
-    });
-    opened.addEventListener("status", (event: MessageEvent<string>) => {
-      heard();
-      const { run, status } = JSON.parse(event.data) as { run: string; status: string };
-      events.onStatus(run, status);
-    });
-    opened.addEventListener("remote", (event: MessageEvent<string>) => {
-      heard();
-      const { run, remote } = JSON.parse(event.data) as { run: string; remote: RemoteCopy };
-      events.onRemote(run, remote);
-    });
+    const on = <T>(name: string, handle: (run: string, value: T) => void) =>
+      opened.addEventListener(name, (event: MessageEvent<string>) => {
+        heard();
+        const { run, [name]: value } = JSON.parse(event.data) as { run: string } & Record<string, unknown>;
+        handle(run, value as T);
+      });
+    on("tables", events.onTables);
+    on("status", events.onStatus);
+    on("remote", events.onRemote);
     opened.onerror = () => {
       events.onConnected(false);
       if (opened.readyState !== EventSource.CLOSED) return expectSoon(); // the browser reconnects, with Last-Event-ID

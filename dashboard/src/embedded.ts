@@ -1,6 +1,6 @@
 /** A run in one HTML file (`telescope ui --export`): the answers that these pages would ask a server for. */
 
-import type { Group } from "./pages/rollouts/types";
+import type { Group } from "./types";
 
 interface Embedded {
   run: string;

@@ -9,6 +9,9 @@ export const NONE = "–";
 
 const minus = (text: string) => text.replaceAll("-", MINUS);
 
+/** Decimals of numbers from a size on. */
+const DECIMALS = [[100, 0], [10, 1], [1, 2], [0.1, 3], [0.001, 4], [0.0001, 5]] as const;
+
 /** Returns about three significant digits, or `digits` decimals. */
 export function number(value: number | null | undefined, digits?: number): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
@@ -25,13 +28,8 @@ export function number(value: number | null | undefined, digits?: number): strin
   if (size >= 1e5) return minus(`${(value / 1e3).toFixed(0)}k`);
   if (Number.isInteger(value)) return count(value);
   if (size >= 1e4) return minus(`${(value / 1e3).toFixed(1)}k`);
-  if (size >= 100) return minus(value.toFixed(0));
-  if (size >= 10) return minus(value.toFixed(1));
-  if (size >= 1) return minus(value.toFixed(2));
-  if (size >= 0.1) return minus(value.toFixed(3));
-  if (size >= 0.001) return minus(value.toFixed(4));
-  if (size >= 0.0001) return minus(value.toFixed(5));
-  return minus(value.toExponential(1));
+  const decimals = DECIMALS.find(([least]) => size >= least)?.[1];
+  return minus(decimals === undefined ? value.toExponential(1) : value.toFixed(decimals));
 }
 
 /** Returns a number with its sign, also when it is positive. */

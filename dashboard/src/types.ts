@@ -614,39 +614,7 @@ export interface Runs {
 }
 
 /** Everything about a sample: its row of the table `samples`, and the rows of other tables that belong to it. */
-export interface Sample {
-  prompt_key?: string | null;
-  attempt: number;
-  sample_id: string;
-  group_id: number;
-  sample_index: number;
-  environment: string;
-  status: string;
-  reason: string | null;
-  step: number;
-  reward: Value;
-  advantage: Value;
-  metrics: Record<string, Value>;
-  tags: Record<string, string>;
-  stop_reason: string | null;
-  num_turns: Value;
-  prompt_tokens: Value;
-  completion_tokens: Value;
-  start_version: Value;
-  end_version: Value;
-  age: Value;
-  server: Value;
-  lane: Value;
-  started_at: Value;
-  generated_at: Value;
-  finished_at: Value;
-  failure_kind: string | null;
-  eval_name: string | null;
-  penalty: Value;
-  environment_tokens: Value;
-  num_retries: Value;
-  wasted_tokens: Value;
-  total_tokens: Value;
+export interface Sample extends SampleNumbers {
   prompt_text: string | null;
   messages: PromptMessage[];
   golden: Record<string, string>;
@@ -660,8 +628,8 @@ export interface Sample {
   sandbox_spans: SandboxSpan[];
 }
 
-/** A sample in a list, with the beginnings of its texts. */
-export interface SampleRow {
+/** What every answer about a sample has: its row of the table `samples`, without texts. */
+export interface SampleNumbers {
   prompt_key?: string | null;
   attempt: number;
   sample_id: string;
@@ -694,6 +662,10 @@ export interface SampleRow {
   num_retries: Value;
   wasted_tokens: Value;
   total_tokens: Value;
+}
+
+/** A sample in a list, with the beginnings of its texts. */
+export interface SampleRow extends SampleNumbers {
   prompt: string;
   completion: string;
   snippet: string | null;

@@ -5,6 +5,7 @@ import type uPlot from "uplot";
 import { embedded } from "../embedded";
 import { difference, number } from "../format";
 import { type Item, Menu } from "../shell/Menu";
+import { useSize } from "../shell/size";
 import { cursorOn, onCursor, setCursor, useCursor } from "../state/cursor";
 import { useTheme } from "../state/theme";
 import { elsewhere, go, parseStep, place } from "../state/url";
@@ -24,27 +25,16 @@ const WHY_WIDTH = 196;
 export function Chart(props: ChartProps) {
   const { title, unit, x, lines, axis = "step", format = number } = props;
   const { dark } = useTheme();
-  const host = useRef<HTMLDivElement>(null);
+  const { host, width, height } = useSize();
   const overlay = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const latest = useRef(props);
   latest.current = props;
   const drawn = useMemo(() => align(x, lines), [x, lines]);
-  const [size, setSize] = useState<{ width: number; height: number } | null>(null);
 
   useEffect(() => {
-    const element = host.current!;
-    const observer = new ResizeObserver(() => {
-      const { clientWidth: width, clientHeight: height } = element;
-      if (width > 20 && height > 40) setSize((old) => (old?.width === width && old.height === height ? old : { width, height }));
-    });
-    observer.observe(element);
-    return () => observer.disconnect();
-  }, []);
-
-  useEffect(() => {
-    if (!size) return;
-    const instance = draw(host.current!, latest, drawn, size);
+    if (width <= 20 || height <= 40) return;
+    const instance = draw(host.current!, latest, drawn, { width, height });
     plot.current = instance;
     // uPlot knows its scales from the next microtask on.
     queueMicrotask(() => plot.current === instance && placeCrosshair(instance, overlay.current!, latest.current));
@@ -52,7 +42,7 @@ export function Chart(props: ChartProps) {
       plot.current = null;
       instance.destroy();
     };
-  }, [drawn, size, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
+  }, [drawn, width, height, dark, props.log, props.low, props.high, props.xEnd, props.zoom?.from, props.zoom?.to, props.withoutOutliers, props.right, props.heat]);
 
   // useSelected clears the selection when its page unmounts; the ref of the overlay is null by then.
   useEffect(() => onCursor(() => plot.current && overlay.current && placeCrosshair(plot.current, overlay.current, latest.current)), []);
@@ -154,7 +144,7 @@ export function Chart(props: ChartProps) {
         <div className="plot" ref={host} />
         <div className="cross" ref={overlay} aria-hidden />
         {picked && explain && (
-          <button className="why" style={{ left: Math.max(0, Math.min(picked.left + 4, (size?.width ?? 0) - WHY_WIDTH)) }} onClick={(event) => (event.stopPropagation(), explain(picked.step))}>
+          <button className="why" style={{ left: Math.max(0, Math.min(picked.left + 4, width - WHY_WIDTH)) }} onClick={(event) => (event.stopPropagation(), explain(picked.step))}>
             What changed at step {picked.step} <kbd>w</kbd>
           </button>
         )}

@@ -1,5 +1,6 @@
 /** A row a metric, a cell a step, each scaled to its own range; the value of the selected step at the right. */
 
+import { extent } from "d3-array";
 import { Fragment, useEffect, useRef } from "react";
 import { number } from "../format";
 import { color, useTheme } from "../state/theme";
@@ -54,9 +55,7 @@ function Cells({ row, steps, at, onSelect }: { row: HeatRow; steps: number[]; at
       element.height = height * ratio;
       const context = element.getContext("2d")!;
       context.scale(ratio, ratio);
-      const known = row.values.filter((value): value is number => value !== null);
-      const low = known.reduce((a, b) => Math.min(a, b), Infinity);
-      const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+      const [low = 0, high = 0] = extent(row.values, (value) => value);
       const wide = width / Math.max(1, row.values.length);
       row.values.forEach((value, i) => {
         if (value === null) return;

@@ -1,5 +1,6 @@
 /** A line of a few pixels: raw faint, smoothed in ink. */
 
+import { extent } from "d3-array";
 import { useMemo } from "react";
 import type { Value } from "../types";
 import { smooth } from "./math";
@@ -18,10 +19,8 @@ const POINTS = 300;
 export function Spark({ values, height = 30, keep = 0.6, color = "var(--ink)", raw = true }: SparkProps) {
   const paths = useMemo(() => {
     const thin = values.length > POINTS ? values.filter((_, i) => i % Math.ceil(values.length / POINTS) === 0) : values;
-    const known = thin.filter((value): value is number => value !== null);
-    if (known.length === 0) return null;
-    const low = Math.min(...known);
-    const high = Math.max(...known);
+    const [low, high] = extent(thin, (value) => value);
+    if (low === undefined) return null;
     // Values that differ by rounding alone are equal.
     const flat = high - low <= 1e-9 * Math.max(Math.abs(high), Math.abs(low));
     const y = (value: number) => (flat ? height - 4 : height - 4 - ((value - low) / (high - low)) * (height - 8));

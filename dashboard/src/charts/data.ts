@@ -1,6 +1,6 @@
 /** From columns of runs to the lines of a chart, with their bands. */
 
-import { max as largest, min as smallest } from "d3-array";
+import { extent } from "d3-array";
 import type { Distribution, Value } from "../types";
 import type { Band, Line } from "./props";
 import type { Heat } from "./heat";
@@ -20,8 +20,8 @@ const AT_ENDS = 0.8;
  * Values between two ends have the variance (mean - low)(high - mean) at most, and only two values reach it.
  */
 export function isTwoValued({ step, mean, std, min, max }: Distribution): boolean {
-  const low = smallest(min, (value) => value) ?? 0;
-  const high = largest(max, (value) => value) ?? 0;
+  const [low = 0] = extent(min, (value) => value);
+  const [, high = 0] = extent(max, (value) => value);
   let [variance, most] = [0, 0];
   step.forEach((_, row) => {
     if (mean[row] == null || std[row] == null) return;

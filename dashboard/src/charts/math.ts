@@ -1,6 +1,6 @@
 /** What charts compute: ticks, smoothing, ranges, stacks. No drawing here. */
 
-import { bisectCenter, bisectLeft, quantileSorted, ticks as roundTicks } from "d3-array";
+import { bisectCenter, bisectLeft, deviation, mean, quantileSorted, range, ticks as roundTicks } from "d3-array";
 import type { Value } from "../types";
 
 /** Returns round numbers between two ends, about `wanted` of them. */
@@ -16,9 +16,7 @@ const CLOCK_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 72
 export function clockTicks(low: number, high: number, wanted: number): number[] {
   const step = CLOCK_STEPS.find((size) => (high - low) / size <= 1.4 * wanted);
   if (step === undefined) return ticks(low / 86400, high / 86400, wanted).map((days) => days * 86400);
-  const out: number[] = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) out.push(tick);
-  return out;
+  return range(Math.ceil(low / step) * step, high + 1e-9, step);
 }
 
 /** Returns powers of ten between two positive ends; round numbers between them when there are fewer than two. */
@@ -212,10 +210,7 @@ export function meanOf(values: (number | null)[]): Mean | null {
   const known = values.filter((value): value is number => value !== null && Number.isFinite(value));
   const n = known.length;
   if (n === 0) return null;
-  const mean = known.reduce((sum, value) => sum + value, 0) / n;
-  if (n === 1) return { n, mean, half: null };
-  const variance = known.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1);
   // Above 30 degrees of freedom, an expansion of the quantile around the normal one is right to three digits.
   const t = T[n - 2] ?? 1.96 + 2.4 / (n - 1);
-  return { n, mean, half: t * Math.sqrt(variance / n) };
+  return { n, mean: mean(known)!, half: n === 1 ? null : (t * deviation(known)!) / Math.sqrt(n) };
 }

@@ -1,6 +1,6 @@
 /** Series of gauges, for Timeline and Infra. */
 
-import { bisectRight } from "d3-array";
+import { bisectRight, mean } from "d3-array";
 import type { GaugeSeries, Value } from "../types";
 import { visible } from "../text/hostile";
 
@@ -32,14 +32,9 @@ export function perOther(over: GaugeSeries, under: GaugeSeries): GaugeSeries {
 }
 
 /** The last reading, and the mean of all. */
-export function lastOf(series: GaugeSeries): Value {
-  return series.mean.findLast((value) => value !== null) ?? null;
-}
+export const lastOf = (series: GaugeSeries | null | undefined): Value => series?.mean.findLast((value) => value !== null) ?? null;
 
-export function meanReading(series: GaugeSeries): Value {
-  const known = series.mean.filter((value): value is number => value !== null);
-  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
-}
+export const meanReading = (series: GaugeSeries | null | undefined): Value => mean(series?.mean ?? []) ?? null;
 
 /** The reading at or before a time. */
 export function at(series: GaugeSeries, time: number): Value {

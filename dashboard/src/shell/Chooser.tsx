@@ -1,5 +1,6 @@
 /** A dialog that chooses some of many things and their order: columns of a table, charts of a page. */
 
+import { groups } from "d3-array";
 import { useMemo, useState } from "react";
 import { moved, toggled } from "../lists";
 import { visible } from "../text/hostile";
@@ -30,8 +31,6 @@ export function Chooser({ close, title, options, chosen, onChange, reset }: Choo
   const known = useMemo(() => new Map(options.map((option) => [option.id, option])), [options]);
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const rest = options.filter((option) => !chosen.includes(option.id) && words.every((word) => `${option.title} ${option.id} ${option.section}`.toLowerCase().includes(word)));
-  const sections = new Map<string, Option[]>();
-  for (const option of rest.slice(0, MOST_SHOWN)) sections.set(option.section, [...(sections.get(option.section) ?? []), option]);
   const move = (from: number, to: number) => onChange(moved(chosen, from, to));
   const key = (event: React.KeyboardEvent, at: number) => {
     const by = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
@@ -86,7 +85,7 @@ export function Chooser({ close, title, options, chosen, onChange, reset }: Choo
         <section>
           <input className="field" type="search" placeholder="Search" aria-label="Search what can be shown" value={search} onChange={(event) => setSearch(event.target.value)} />
           <div className="options">
-            {[...sections].map(([section, members]) => (
+            {groups(rest.slice(0, MOST_SHOWN), (option) => option.section).map(([section, members]) => (
               <div key={section}>
                 <h3>{section}</h3>
                 {members.map((option) => (

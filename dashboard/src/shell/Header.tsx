@@ -9,7 +9,7 @@ import { useBehind, useRefusal } from "../state/live";
 import { useRunInfo, useStatus } from "../state/run";
 import { setTheme, THEMES, useTheme } from "../state/theme";
 import { elsewhere, format, useOthers, usePlace } from "../state/url";
-import { CopyButton } from "./CopyButton";
+import { CopyButton } from "./controls";
 import type { Opened } from "./Palette";
 import { visible } from "../text/hostile";
 

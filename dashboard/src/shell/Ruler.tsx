@@ -4,7 +4,7 @@
  * Tab reaches one of them, arrows the others.
  */
 
-import { memo, type ReactNode, useDeferredValue, useEffect, useMemo, useRef, useState } from "react";
+import { memo, type ReactNode, useDeferredValue, useMemo, useState } from "react";
 import { ticks } from "../charts/math";
 import { count, duration } from "../format";
 import { placeOf } from "../state/alerts";
@@ -14,6 +14,7 @@ import { checkpointMarks, useSteps } from "../state/steps";
 import { elsewhere, format, parseRange, parseStep, place, setParams, usePlace, useRange } from "../state/url";
 import { useKeys } from "./keys";
 import { openNote } from "./NoteDialog";
+import { useSize } from "./size";
 import { visible } from "../text/hostile";
 
 export function Ruler() {
@@ -26,14 +27,8 @@ export function Ruler() {
   const written = useNotes(run).notes;
   const { live } = useStatus(run);
   const [range, setRange] = useRange();
-  const host = useRef<HTMLDivElement>(null);
-  const [width, setWidth] = useState(0);
+  const { host, width } = useSize();
   const [drag, setDrag] = useState<{ from: number; to: number } | null>(null);
-  useEffect(() => {
-    const observer = new ResizeObserver(() => setWidth(host.current!.clientWidth));
-    observer.observe(host.current!);
-    return () => observer.disconnect();
-  }, []);
 
   const last = steps?.step.at(-1);
   const done = last === undefined ? (info?.steps ?? 0) : last + 1;

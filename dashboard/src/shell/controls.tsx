@@ -1,6 +1,6 @@
-/** Controls of all pages: buttons of which one is pressed, a choice from a list, a form of one field. */
+/** Controls of all pages: buttons of which one is pressed, a choice from a list, a form of one field, a button that copies. */
 
-import type { InputHTMLAttributes, ReactNode } from "react";
+import { type InputHTMLAttributes, type ReactNode, useEffect, useState } from "react";
 import { visible } from "../text/hostile";
 import type { RunRow } from "../types";
 
@@ -72,5 +72,38 @@ export function FieldForm({ label, value, change, submit, button, disabled = !va
       </button>
       {children}
     </form>
+  );
+}
+
+const COPIED_MS = 1500;
+
+/** Browsers have a clipboard for pages of this machine and of https alone; a selected text can be copied everywhere. */
+async function copy(text: string): Promise<void> {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const focused = document.activeElement as HTMLElement | null;
+    const field = document.createElement("textarea");
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+  }
+}
+
+/** Copies a text, and says so for a moment. */
+export function CopyButton({ text, title, label, className }: { text: () => string; title: string; label?: string; className: string }) {
+  const [copied, setCopied] = useState(0);
+  useEffect(() => {
+    if (copied === 0) return;
+    const timer = setTimeout(() => setCopied(0), COPIED_MS);
+    return () => clearTimeout(timer);
+  }, [copied]);
+  return (
+    <button className={className} onClick={() => void copy(text()).then(() => setCopied(copied + 1))} aria-live="polite" aria-label={copied ? "Copied" : label}>
+      {copied ? "Copied" : title}
+    </button>
   );
 }

@@ -1,5 +1,6 @@
 /** Assigns colors to runs. A run keeps its color in every view: the one that the user chose, else the first that it was given. */
 
+import { least } from "d3-array";
 import { useEffect, useMemo } from "react";
 import { embedded } from "../embedded";
 import type { RunRow } from "../types";
@@ -21,7 +22,7 @@ export function colorsOf(runs: RunRow[], kept: Record<string, unknown>): Map<str
   const give = (run: RunRow, token: string) => void (colors.set(run.id, token), uses.set(token, uses.get(token)! + 1));
   const known = (run: RunRow) => TOKENS.find((token) => token === kept[run.key]);
   for (const run of byStart) if (known(run)) give(run, known(run)!);
-  for (const run of byStart) if (!known(run)) give(run, TOKENS.reduce((least, token) => (uses.get(token)! < uses.get(least)! ? token : least)));
+  for (const run of byStart) if (!known(run)) give(run, least(TOKENS, (token) => uses.get(token))!);
   return colors;
 }
 

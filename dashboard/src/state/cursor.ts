@@ -1,6 +1,7 @@
 /** The crosshair that all charts with the same axis share: at the pointer, else at the selected step. */
 
 import { useEffect, useSyncExternalStore } from "react";
+import { Listeners } from "./listeners";
 
 interface Cursor {
   axis: string;
@@ -9,7 +10,7 @@ interface Cursor {
 
 let pointed: Cursor | null = null;
 let selected: Cursor | null = null;
-const listeners = new Set<() => void>();
+const { subscribe, notify } = new Listeners();
 
 const on = (cursor: Cursor | null, axis: string): number | null => (cursor?.axis === axis ? cursor.x : null);
 
@@ -20,19 +21,16 @@ export const cursorOn = (axis: string): { at: number | null; selected: number | 
 export function setCursor(next: Cursor | null): void {
   if (pointed?.x === next?.x && pointed?.axis === next?.axis) return;
   pointed = next;
-  for (const listener of listeners) listener();
+  notify();
 }
 
 function setSelected(next: Cursor | null): void {
   if (selected?.x === next?.x && selected?.axis === next?.axis) return;
   selected = next;
-  for (const listener of listeners) listener();
+  notify();
 }
 
-export function onCursor(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
+export const onCursor = subscribe;
 
 /** Returns the place of the crosshair on an axis, or null. */
 export function useCursor(axis: string): number | null {

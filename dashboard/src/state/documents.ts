@@ -8,6 +8,7 @@
 import { useEffect, useSyncExternalStore } from "react";
 import { address, ApiError, get, put } from "../api";
 import type { Document } from "../types";
+import { Listeners } from "./listeners";
 import { mayPass, RETRY_MS } from "./resource";
 
 type Change = (old: unknown) => unknown;
@@ -38,7 +39,7 @@ export class KeptDocument {
   /** Whether another page wrote while this one was busy. */
   private stale = false;
   private timer: ReturnType<typeof setTimeout> | undefined;
-  private readonly listeners = new Set<() => void>();
+  private readonly listeners = new Listeners();
 
   constructor(
     readonly path: string,
@@ -46,10 +47,7 @@ export class KeptDocument {
     private readonly onWritten: () => void = () => {},
   ) {}
 
-  subscribe = (listener: () => void): (() => void) => {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  };
+  subscribe = this.listeners.subscribe;
 
   /** Reads it once. */
   async load(): Promise<void> {
@@ -109,7 +107,7 @@ export class KeptDocument {
     clearTimeout(this.timer);
     if (error && mayPass(error)) this.timer = setTimeout(() => void this.read(), RETRY_MS);
     this.state = { value: this.applied(this.pending), error, saving: this.pending.length > 0 };
-    for (const listener of this.listeners) listener();
+    this.listeners.notify();
   }
 }
 

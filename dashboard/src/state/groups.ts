@@ -1,5 +1,6 @@
 /** Runs that belong together. */
 
+import { groups } from "d3-array";
 import { setting } from "../format";
 import { visible } from "../text/hostile";
 import type { RunRow } from "../types";
@@ -16,15 +17,9 @@ export interface RunGroup {
 
 /** Returns the runs by their values of some fields, or by experiment without fields, in the order of their first runs. */
 export function groupRuns(runs: RunRow[], fields: string[], value: (run: RunRow, field: string) => unknown): RunGroup[] {
-  const groups = new Map<string, RunGroup>();
-  for (const run of runs) {
-    const values = fields.map((field) => value(run, field) ?? null);
-    const key = fields.length > 0 ? JSON.stringify(values) : run.experiment;
-    const group = groups.get(key);
-    if (group) group.runs.push(run);
-    else groups.set(key, { key, values, runs: [run] });
-  }
-  return [...groups.values()];
+  const valuesOf = (run: RunRow) => fields.map((field) => value(run, field) ?? null);
+  const keyOf = (run: RunRow) => (fields.length > 0 ? JSON.stringify(valuesOf(run)) : run.experiment);
+  return groups(runs, keyOf).map(([key, own]) => ({ key, values: valuesOf(own[0]!), runs: own }));
 }
 
 /** Returns what the names have in common: `grpo-s1`, `grpo-s2` give `grpo-s…`. */

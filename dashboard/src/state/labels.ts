@@ -1,4 +1,4 @@
-/** Names that the user gives to runs, and archived runs. The server saves both by the run's key; runs do not change. */
+/** What the user gives to runs: names, tags, and which are archived. The server saves it by the run's key; runs do not change. */
 
 import { useMemo } from "react";
 import type { RunRow } from "../types";
@@ -45,5 +45,33 @@ export function useLabels() {
       archive: (runs: RunRow[], archived: boolean) => change((old) => setLabels(parseLabels(old), runs.map((run) => run.key), { archived })),
     };
     // `change` is a new function at every render, but does the same.
+  }, [value, error]);
+}
+
+type OwnTags = Record<string, string[]>;
+
+/** Returns the tags with one added to runs, or taken from them. Runs without tags have no entry. */
+export function setTag(tags: OwnTags, keys: string[], tag: string, on: boolean): OwnTags {
+  const next = { ...tags };
+  for (const key of keys) {
+    const rest = (next[key] ?? []).filter((other) => other !== tag);
+    if (on) next[key] = [...rest, tag].sort();
+    else if (rest.length > 0) next[key] = rest;
+    else delete next[key];
+  }
+  return next;
+}
+
+export function useTags() {
+  const { value, change, error } = useDocument<OwnTags>("tags");
+  return useMemo(() => {
+    const own = value ?? {};
+    return {
+      error,
+      own: (run: RunRow): string[] => own[run.key] ?? [],
+      of: (run: RunRow): string[] => [...new Set([...run.tags, ...(own[run.key] ?? [])])],
+      set: (keys: string[], tag: string, on: boolean) => change((old) => setTag(old ?? {}, keys, tag, on)),
+    };
+    // `change` is a new function on every call, and always the same one.
   }, [value, error]);
 }

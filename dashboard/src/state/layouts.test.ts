@@ -58,9 +58,9 @@ test("a saved layout replaces that of its name", () => {
 });
 
 test("what is kept is read, and nonsense is nothing", () => {
-  expect(parseKept({ layouts: [layout], other: 1 })).toEqual({ layouts: [layout] });
-  expect(parseKept(null)).toEqual({ layouts: [] });
-  expect(parseKept({ layouts: [{ name: 1 }, null] })).toEqual({ layouts: [] });
+  expect(parseKept({ layouts: [layout], other: 1 })).toEqual([layout]);
+  expect(parseKept(null)).toEqual([]);
+  expect(parseKept({ layouts: [{ name: 1 }, null] })).toEqual([]);
 });
 
 test("sections survive the address", () => {
@@ -84,5 +84,5 @@ test("axes of charts are one text of the address", () => {
 
 test("a kept layout has the axes of its charts", () => {
   const layout = { name: "mine", sections: [], scales: { entropy: { log: true, low: 1 } } };
-  expect(parseKept({ layouts: [layout] })).toEqual({ layouts: [layout] });
+  expect(parseKept({ layouts: [layout] })).toEqual([layout]);
 });

@@ -27,22 +27,17 @@ export interface Layout {
   scales?: Scales;
 }
 
-interface Kept {
-  layouts: Layout[];
-}
-
 /** Returns what is kept; what has another form is left out. */
-export function parseKept(value: unknown): Kept {
-  const raw = (value ?? {}) as Partial<Kept>;
+export function parseKept(value: unknown): Layout[] {
+  const { layouts } = (value ?? {}) as { layouts?: Layout[] };
   const strings = (list: unknown): string[] => (Array.isArray(list) ? list.filter((item) => typeof item === "string") : []);
-  const layouts = (Array.isArray(raw.layouts) ? raw.layouts : [])
+  return (Array.isArray(layouts) ? layouts : [])
     .filter((layout) => typeof layout?.name === "string" && Array.isArray(layout.sections))
     .map((layout) => ({
       name: layout.name,
       sections: layout.sections.map((section) => ({ title: String(section?.title ?? ""), metrics: strings(section?.metrics) })),
       ...(layout.scales ? { scales: parseScales(formatScales(layout.scales)) } : {}),
     }));
-  return { layouts };
 }
 
 const changed = (layout: Layout, metrics: (section: Section, at: number) => string[]): Layout => ({
@@ -102,17 +97,12 @@ export function saveLayout(layouts: Layout[], layout: Layout): Layout[] {
 
 export function useLayouts() {
   const { value, change, error } = useDocument<unknown>("layouts");
-  const { layouts } = useMemo(() => parseKept(value), [value]);
-  const keep = (next: (old: Kept) => Partial<Kept>) =>
-    change((old) => {
-      const kept = parseKept(old);
-      return { ...kept, ...next(kept) };
-    });
+  const layouts = useMemo(() => parseKept(value), [value]);
   return {
     layouts,
     error,
-    save: (layout: Layout) => keep((old) => ({ layouts: saveLayout(old.layouts, layout) })),
-    remove: (name: string) => keep((old) => ({ layouts: old.layouts.filter((layout) => layout.name !== name) })),
+    save: (layout: Layout) => change((old) => ({ layouts: saveLayout(parseKept(old), layout) })),
+    remove: (name: string) => change((old) => ({ layouts: parseKept(old).filter((layout) => layout.name !== name) })),
   };
 }
 

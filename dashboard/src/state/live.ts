@@ -6,6 +6,7 @@
 import { useEffect, useSyncExternalStore } from "react";
 import { follow } from "../api";
 import type { RemoteCopy } from "../types";
+import { Listeners } from "./listeners";
 
 interface RunState {
   versions: Record<string, number>;
@@ -34,7 +35,7 @@ export const HIDDEN_MS = 30_000;
 
 const states = new Map<string, RunState>();
 const users = new Map<string, number>();
-const listeners = new Set<() => void>();
+const { subscribe, notify: changed } = new Listeners();
 let connection: Connection = { connected: null, behindSince: null, refusal: null, reconnects: 0 };
 /** Time of the last response: to a read, or at the start of the stream. */
 let answeredAt = Date.now();
@@ -43,10 +44,6 @@ let followed = "";
 let stop: (() => void) | null = null;
 let hidden = false;
 let timer: ReturnType<typeof setTimeout> | undefined;
-
-function changed(): void {
-  for (const listener of listeners) listener();
-}
 
 function update(run: string, change: Partial<RunState>): void {
   states.set(run, { ...stateOf(run), ...change });
@@ -142,11 +139,6 @@ export function useEvents(runs: readonly string[]): void {
     const stops = key === "" ? [] : key.split("\n").map(watch);
     return () => stops.forEach((end) => end());
   }, [key]);
-}
-
-function subscribe(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
 }
 
 /** Returns a text that changes when one of the tables grew: the `version` of useResource. */

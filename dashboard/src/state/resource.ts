@@ -2,6 +2,7 @@
 
 import { useCallback, useEffect, useMemo, useRef, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
+import { Listeners } from "./listeners";
 import { onRead } from "./live";
 
 /** Time between two reads of what the server could not answer. */
@@ -54,7 +55,7 @@ export interface Resource<T> {
 
 interface Entry<T> {
   state: Resource<T>;
-  listeners: Set<() => void>;
+  listeners: Listeners;
   reader: Reader;
 }
 
@@ -78,14 +79,14 @@ export class Store<T> {
 
   /** Calls the listener when one of the keys was read; returns a function that ends it. */
   listen(keys: readonly string[], listener: () => void): () => void {
-    const all = keys.map((key) => this.entryOf(key).listeners.add(listener));
-    return () => all.forEach((listeners) => listeners.delete(listener));
+    const stops = keys.map((key) => this.entryOf(key).listeners.subscribe(listener));
+    return () => stops.forEach((stop) => stop());
   }
 
   private entryOf(key: string): Entry<T> {
     const known = this.entries.get(key);
     if (known) return known;
-    const made: Entry<T> = { state: EMPTY, listeners: new Set(), reader: new Reader(() => this.load(key, made), () => made.listeners.size > 0) };
+    const made: Entry<T> = { state: EMPTY, listeners: new Listeners(), reader: new Reader(() => this.load(key, made), () => made.listeners.size > 0) };
     this.entries.set(key, made);
     for (const [other, { listeners }] of this.entries) {
       if (this.entries.size <= this.most) break;
@@ -103,7 +104,7 @@ export class Store<T> {
       onRead(error instanceof ApiError && error.status < 502); // 502 and above are a gateway's responses for a server that is unreachable
       entry.state = { data, error: error as Error, loading: false };
     }
-    for (const listener of entry.listeners) listener();
+    entry.listeners.notify();
     return entry.state.error !== null && mayPass(entry.state.error);
   }
 }

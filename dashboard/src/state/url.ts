@@ -1,6 +1,7 @@
 /** The state of a view is its address: `#/RUN/PAGE?range=10-40&smooth=0.6`. */
 
 import { useEffect, useState, useSyncExternalStore } from "react";
+import { Listeners } from "./listeners";
 
 export interface Place {
   /** Null on the pages of all runs. */
@@ -64,11 +65,11 @@ export function parseRange(text: string | undefined): Range | null {
 const formatRange = (range: Range | null): string => (range ? `${range.from}-${range.to}` : "");
 
 let current = parse(typeof location === "undefined" ? "" : location.hash);
-const listeners = new Set<() => void>();
+const { subscribe, notify } = new Listeners();
 
 function changed(): void {
   current = parse(location.hash);
-  for (const listener of listeners) listener();
+  notify();
 }
 
 if (typeof window !== "undefined") {
@@ -100,11 +101,6 @@ export function setParams(change: Record<string, string | null>, replace = false
 }
 
 export const place = (): Place => current;
-
-function subscribe(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
 
 export const usePlace = (): Place => useSyncExternalStore(subscribe, place);
 

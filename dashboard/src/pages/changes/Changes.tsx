@@ -1,5 +1,6 @@
 /** Shows what changed at a step: compares the steps before it with equally many from it on, and ranks causes by their part in the change. */
 
+import { sum } from "d3-array";
 import { useMemo } from "react";
 import { runPath } from "../../api";
 import { Chart } from "../../charts/Chart";
@@ -9,6 +10,7 @@ import { count, duration, NONE, number, percent, signed, unbroken } from "../../
 import { Segments } from "../../shell/controls";
 import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { useKeys } from "../../shell/keys";
+import { type Column, Table } from "../../shell/Table";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";
 import { useSteps } from "../../state/steps";
@@ -47,7 +49,7 @@ export function Changes() {
   if (steps?.step.length === 0) return <Quiet title="No step has ended." text="This page compares the steps before a step with those from it on." />;
   if (!steps) return <Reading what="the steps" />;
   return (
-    <div className="changes">
+    <div className="page changes">
       <div className="toolbar">
         <span className="steps">
           <button className="btn" aria-label="A step earlier" onClick={() => to(step - 1)} disabled={step <= 0}>←</button> step <b>{step}</b>{" "}
@@ -73,8 +75,15 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
   const change = changeOf(found, metric);
   const [all, showAll] = useParam("all");
   const effects = found.effects.filter((effect) => effect.name !== metric && effect.effect !== 0);
-  const scale = Math.max(...found.cells.map(({ mix, within }) => Math.abs((mix ?? 0) + (within ?? 0))), 1e-12);
   const most = Math.max(...effects.map(({ effect }) => Math.abs(effect)), 1e-12);
+  const write = ({ kind }: Effect, value: number | null) => (kind === "span" ? duration(value) : number(value));
+  const hrefOf = (effect: Effect) => format(elsewhere(place, {}, { step: String(step), window: String(window), metric: effect.name }));
+  const effectColumns: Column<Effect>[] = [
+    { className: "cut", title: effectName, cell: (effect) => (effect.kind === "metric" ? <a href={hrefOf(effect)} title={`What changed of ${effectName(effect)}`}>{effectName(effect)}</a> : effectName(effect)) },
+    { className: "r", cell: (effect) => `${write(effect, effect.before)} → ${write(effect, effect.after)}` },
+    { className: "r", cell: ({ effect }) => `${Math.abs(effect) >= 99 ? (effect > 0 ? "> 99" : "< −99") : signed(effect, 1)} σ` },
+    { className: "br", cell: ({ effect }) => <Bar share={effect / most} /> },
+  ];
   return (
     <div className="panes">
       <div className="main">
@@ -93,37 +102,14 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
           {found.cells.length === 0 ? (
             <p className="f">No scored answer lies in these steps.</p>
           ) : (
-            <table>
-              <thead>
-                <tr>
-                  <th />
-                  <th className="r">samples</th>
-                  <th className="r">mean</th>
-                  <th className="r" title="Change due to its share of the samples">mix</th>
-                  <th className="r" title="Change due to its own mean">within</th>
-                  <th className="r">both</th>
-                  <th className="br" />
-                </tr>
-              </thead>
-              <tbody>
-                {found.cells.slice(0, all ? undefined : FEW).map((cell, i) => (
-                  <CellRow key={i} cell={cell} cells={found.cells} scale={scale} />
-                ))}
-              </tbody>
-            </table>
+            <Table rows={found.cells.slice(0, all ? undefined : FEW)} columns={cellColumns(found.cells)} keyOf={cellName} />
           )}
         </section>
         <section className="tbl">
           <h2>
             Other numbers <span>means, difference in standard deviations</span>
           </h2>
-          <table className="effects">
-            <tbody>
-              {effects.slice(0, all ? undefined : FEW).map((effect) => (
-                <EffectRow key={effect.name} effect={effect} most={most} href={effect.kind === "metric" ? format(elsewhere(place, {}, { step: String(step), window: String(window), metric: effect.name })) : null} />
-              ))}
-            </tbody>
-          </table>
+          <Table className="effects" rows={effects.slice(0, all ? undefined : FEW)} columns={effectColumns} keyOf={(effect) => effect.name} />
           {effects.length === 0 && <p className="f">No other number differs.</p>}
           {Math.max(effects.length, found.cells.length) > FEW && (
             <button className="link s f" aria-pressed={all !== ""} onClick={() => showAll(all ? null : "1")}>
@@ -172,47 +158,28 @@ function Body({ found, step, last, window, metric }: { found: Found; step: numbe
 
 /** Shows which part of the change came from the mix of samples, and which from within environments and tags. */
 function parts(cells: ChangedCell[]): string {
-  const sum = (of: (cell: ChangedCell) => number | null) => cells.reduce((total, cell) => total + (of(cell) ?? 0), 0);
-  return `${signed(sum((cell) => cell.within))} within environments and tags, ${signed(sum((cell) => cell.mix))} through their mix.`;
+  return `${signed(sum(cells, (cell) => cell.within))} within environments and tags, ${signed(sum(cells, (cell) => cell.mix))} through their mix.`;
 }
 
 function Bar({ share }: { share: number }) {
   const width = `${50 * Math.min(1, Math.abs(share))}%`;
-  return (
-    <td className="br" aria-hidden>
-      <i className={share < 0 ? "neg" : "pos"} style={share < 0 ? { right: "50%", width } : { left: "50%", width }} />
-    </td>
-  );
+  return <i aria-hidden className={share < 0 ? "neg" : "pos"} style={share < 0 ? { right: "50%", width } : { left: "50%", width }} />;
 }
 
-function CellRow({ cell, cells, scale }: { cell: ChangedCell; cells: ChangedCell[]; scale: number }) {
-  const before = cells.reduce((sum, one) => sum + one.n_before, 0);
-  const after = cells.reduce((sum, one) => sum + one.n_after, 0);
-  const both = cell.mix === null || cell.within === null ? null : cell.mix + cell.within;
-  return (
-    <tr>
-      <td className="cut" title={cellName(cell)}>{cellName(cell)}</td>
-      <td className="r" title={`${count(cell.n_before)} → ${count(cell.n_after)} samples`}>{percent(before ? cell.n_before / before : null, 0)} → {percent(after ? cell.n_after / after : null, 0)}</td>
-      <td className="r">{number(cell.mean_before)} → {number(cell.mean_after)}</td>
-      <td className="r">{signed(cell.mix)}</td>
-      <td className="r">{signed(cell.within)}</td>
-      <td className="r"><b>{signed(both)}</b></td>
-      <Bar share={(both ?? 0) / scale} />
-    </tr>
-  );
-}
-
-function EffectRow({ effect, most, href }: { effect: Effect; most: number; href: string | null }) {
-  const write = effect.kind === "span" ? duration : (value: number | null) => number(value);
-  const name = effectName(effect);
-  return (
-    <tr>
-      <td className="cut" title={name}>{href ? <a href={href} title={`What changed of ${name}`}>{name}</a> : name}</td>
-      <td className="r">{write(effect.before)} → {write(effect.after)}</td>
-      <td className="r">{Math.abs(effect.effect) >= 99 ? (effect.effect > 0 ? "> 99" : "< −99") : signed(effect.effect, 1)} σ</td>
-      <Bar share={effect.effect / most} />
-    </tr>
-  );
+/** Returns the columns of cells: shares of the samples, means, and their parts in the change. */
+function cellColumns(cells: ChangedCell[]): Column<ChangedCell>[] {
+  const [before, after] = [sum(cells, (cell) => cell.n_before), sum(cells, (cell) => cell.n_after)];
+  const both = (cell: ChangedCell) => (cell.mix === null || cell.within === null ? null : cell.mix + cell.within);
+  const scale = Math.max(...cells.map((cell) => Math.abs(both(cell) ?? 0)), 1e-12);
+  return [
+    { head: "", className: "cut", title: cellName, cell: cellName },
+    { head: "samples", className: "r", title: (cell) => `${count(cell.n_before)} → ${count(cell.n_after)} samples`, cell: (cell) => `${percent(before ? cell.n_before / before : null, 0)} → ${percent(after ? cell.n_after / after : null, 0)}` },
+    { head: "mean", className: "r", cell: (cell) => `${number(cell.mean_before)} → ${number(cell.mean_after)}` },
+    { head: "mix", hint: "Change due to its share of the samples", className: "r", cell: (cell) => signed(cell.mix) },
+    { head: "within", hint: "Change due to its own mean", className: "r", cell: (cell) => signed(cell.within) },
+    { head: "both", className: "r", cell: (cell) => <b>{signed(both(cell))}</b> },
+    { head: "", className: "br", cell: (cell) => <Bar share={(both(cell) ?? 0) / scale} /> },
+  ];
 }
 
 /** Number of windows that the chart shows on each side of the step. */

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Changes, Node } from "../../types";
-import { factsOf } from "../infra/Hardware";
+import { factsOf } from "../infra/Infra";
 import { cellName, changeOf, effectName, sentence } from "./words";
 
 const cell = { environment: "a", cell: "level=1", n_before: 1, n_after: 3, mean_before: 0.2, mean_after: 0.6, mix: 0, within: 0 };

@@ -1,5 +1,6 @@
 /** Describes a comparison of steps in words. */
 
+import { sum } from "d3-array";
 import { number, signed } from "../../format";
 import { visible } from "../../text/hostile";
 import type { ChangedCell, Changes, Effect } from "../../types";
@@ -14,8 +15,8 @@ export interface Change {
 export function changeOf(found: Changes, metric: string): Change | null {
   if (found.decomposed === metric) {
     const mean = (n: "n_before" | "n_after", m: "mean_before" | "mean_after") => {
-      const samples = found.cells.reduce((sum, cell) => sum + cell[n], 0);
-      return samples > 0 ? found.cells.reduce((sum, cell) => sum + cell[n] * (cell[m] ?? 0), 0) / samples : null;
+      const samples = sum(found.cells, (cell) => cell[n]);
+      return samples > 0 ? sum(found.cells, (cell) => cell[n] * (cell[m] ?? 0)) / samples : null;
     };
     const [before, after] = [mean("n_before", "mean_before"), mean("n_after", "mean_after")];
     return before === null || after === null ? null : { before, after };

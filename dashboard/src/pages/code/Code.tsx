@@ -33,7 +33,7 @@ export function Code() {
   if (code.data.attempt === null)
     return <Quiet title="The record has no code of this run." text="A run keeps its sources, its commit and its uncommitted changes at each start. Older versions did not, and a run whose folder was copied may lack them." />;
   return (
-    <div className="code-page">
+    <div className="page code-page">
       <h1 className="vh">Code</h1>
       <Toolbar run={run} code={code.data} against={against} difference={difference.data} />
       {against ? <Difference run={run} against={against} data={difference.data} error={difference.error} /> : <Sources run={run} code={code.data} />}

@@ -1,9 +1,11 @@
 /** Config and code of two runs or more: what differs from the first one, and what is equal on request. */
 
+import type { ReactNode } from "react";
 import { moment, NONE, setting } from "../../format";
 import { toggled } from "../../lists";
 import { Segments } from "../../shell/controls";
 import { Failure, Quiet } from "../../shell/Quiet";
+import { type Column, Table } from "../../shell/Table";
 import { useResource } from "../../state/resource";
 import { useRunId, useRuns } from "../../state/run";
 import { comparedRows } from "../../state/settings";
@@ -28,8 +30,10 @@ export function Compare() {
 
 interface Row {
   name: string;
-  values: string[];
-  mono: boolean;
+  values: ReactNode[];
+  mono?: boolean;
+  /** The title of the rows below it. */
+  isPart?: boolean;
 }
 
 function Loaded({ data, all }: { data: Comparison; all: boolean }) {
@@ -47,8 +51,33 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
     .flatMap((row) => comparedRows(row.key, row.values, all))
     .map(([name, values]): Row => ({ name, values: values.map(setting), mono: true }));
   const nameOf = (id: string) => visible(listed.find((row) => row.id === id)?.name ?? id);
+  const rows: Row[] = [
+    ...settings,
+    ...(settings.length === 0 ? [{ name: search ? "No setting has this name." : "Nothing differs.", values: [] }] : []),
+    { name: "Code and machine, newest attempt", isPart: true, values: ids.map((id, i) => i > 0 && <a className="link" href={format(elsewhere(place, { run: id, page: "code" }, { against: ids[0]! }))}>compare files</a>) },
+    ...codeRows(data.attempts).filter((row) => all || row.values.some((value) => value !== row.values[0])),
+  ];
+  const columns: Column<Row>[] = [
+    { head: "setting", cell: ({ name, mono }) => <span className={mono ? "m" : undefined}>{visible(name)}</span> },
+    ...ids.map((id, i): Column<Row> => ({
+      head: (
+        <>
+          <i className="dot" style={{ background: `var(${colors.of(id)})` }} />
+          <a href={format(elsewhere(place, { run: id, page: "overview" }))} title={id}>
+            <b>{nameOf(id)}</b> <span className="f">{nameOf(id) === id ? "" : id}</span>
+          </a>
+          {i > 0 && <button className="f" aria-label={`Take ${nameOf(id)} away`} title="Take away" onClick={() => setOthers(toggled(others, id))}>×</button>}
+        </>
+      ),
+      cell: ({ values, mono, isPart }) => {
+        if (isPart) return values[i];
+        const [differs, equal] = [values[i] !== values[0], values.every((value) => value === values[0])];
+        return <span className={`${mono ? "m" : ""} ${equal || (i > 0 && !differs) ? "f" : ""}`}>{differs ? <b>{values[i]}</b> : values[i]}</span>;
+      },
+    })),
+  ];
   return (
-    <div className="compare">
+    <div className="page compare">
       <h1 className="vh">Compare config and code</h1>
       <div className="toolbar">
         <input className="field" type="search" placeholder="Filter settings" aria-label="Filter settings" value={text} onChange={(event) => setText(event.target.value)} />
@@ -58,78 +87,15 @@ function Loaded({ data, all }: { data: Comparison; all: boolean }) {
         <Segments label="Settings" value={all} options={[[false, "Differences"], [true, "Everything"]]} choose={(next) => setAll(next ? "1" : null)} />
       </div>
       <div className="scroll">
-        <table>
-          <thead>
-            <tr>
-              <th>setting</th>
-              {ids.map((id, i) => (
-                <th key={id}>
-                  <i className="dot" style={{ background: `var(${colors.of(id)})` }} />
-                  <a href={format(elsewhere(place, { run: id, page: "overview" }))} title={id}>
-                    <b>{nameOf(id)}</b> <span className="f">{nameOf(id) === id ? "" : id}</span>
-                  </a>
-                  {i > 0 && (
-                    <button className="f" aria-label={`Take ${nameOf(id)} away`} title="Take away" onClick={() => setOthers(toggled(others, id))}>
-                      ×
-                    </button>
-                  )}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {settings.map((row) => (
-              <Values key={row.name} row={row} />
-            ))}
-            {settings.length === 0 && (
-              <tr>
-                <td className="f">{search ? "No setting has this name." : "Nothing differs."}</td>
-              </tr>
-            )}
-            <tr className="part">
-              <td>Code and machine, newest attempt</td>
-              {ids.map((id, i) => (
-                <td key={id}>
-                  {i > 0 && (
-                    <a className="link" href={format(elsewhere(place, { run: id, page: "code" }, { against: ids[0]! }))}>
-                      compare files
-                    </a>
-                  )}
-                </td>
-              ))}
-            </tr>
-            {codeRows(data.attempts)
-              .filter((row) => all || row.values.some((value) => value !== row.values[0]))
-              .map((row) => (
-                <Values key={row.name} row={row} />
-              ))}
-          </tbody>
-        </table>
+        <Table rows={rows} columns={columns} keyOf={(row) => row.name} row={(row) => ({ className: row.isPart ? "part" : undefined })} />
       </div>
     </div>
   );
 }
 
-function Values({ row }: { row: Row }) {
-  const equal = row.values.every((value) => value === row.values[0]);
-  return (
-    <tr>
-      <td className={row.mono ? "m" : undefined}>{visible(row.name)}</td>
-      {row.values.map((value, i) => {
-        const differs = value !== row.values[0];
-        return (
-          <td key={i} className={`${row.mono ? "m" : ""} ${equal || (i > 0 && !differs) ? "f" : ""}`}>
-            {differs ? <b>{value}</b> : value}
-          </td>
-        );
-      })}
-    </tr>
-  );
-}
-
 function codeRows(starts: Start[]): Row[] {
   const keys = (of: (start: Start) => Record<string, string>) => [...new Set(starts.flatMap((start) => Object.keys(of(start))))];
-  const row = (name: string, value: (start: Start) => string): Row => ({ name, values: starts.map(value), mono: false });
+  const row = (name: string, value: (start: Start) => string): Row => ({ name, values: starts.map(value) });
   return [
     row("started", (start) => moment(start.started_at)),
     row("commit", (start) => (start.git_commit ? `${start.git_commit.slice(0, 10)}${start.git_dirty === null ? "" : start.git_dirty ? ", changed" : ", clean"}` : NONE)),

@@ -10,6 +10,7 @@ import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { neighbor } from "../../lists";
 import { Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
+import { type Column, Table } from "../../shell/Table";
 import { useVersion } from "../../state/live";
 import { type Resource, useResource } from "../../state/resource";
 import { useSelected } from "../../state/cursor";
@@ -17,7 +18,7 @@ import { curveOf, useEvals, useRunId, useRunInfo, useStatus } from "../../state/
 import { setParams, type Range, useParam, useRange } from "../../state/url";
 import type { EvalRow, EvalSample } from "../../types";
 import { Curve, OtherMetrics, otherMetrics, Passes } from "./Curves";
-import { BLOCKS, blockOf, isInRange, type Item, joinItems, pairedDifference, recordedGain, slicesOf } from "./items";
+import { type Block, blocksOf, isInRange, type Item, joinItems, pairedDifference, recordedGain, slicesOf } from "./items";
 import { ItemPane } from "./ItemPane";
 import { visible } from "../../text/hostile";
 import "./evals.css";
@@ -60,7 +61,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   const without = [before, after].filter((row, i) => row && !(i === 0 ? samplesBefore : samplesAfter)?.length);
   const whyNoItems = !after || before === after ? "Items appear here when two checkpoints were measured on the same ones." : without.length > 0 ? notRecorded(without as EvalRow[]) : "The two evals have no item in common.";
   const [item, setItem] = useParam("item");
-  const sorted = useMemo(() => BLOCKS.flatMap((block) => items.filter((one) => blockOf(one) === block)), [items]);
+  const sorted = useMemo(() => blocksOf(items).flatMap((block) => block.items), [items]);
   const current = sorted.find((one) => String(one.item) === item) ?? sorted[0];
   const move = (by: 1 | -1) => {
     const next = neighbor(sorted, current ? sorted.indexOf(current) : -1, by);
@@ -193,42 +194,21 @@ function Slices({ items }: { items: Item[] }) {
   );
 }
 
+const EVERY: Column<EvalRow>[] = [
+  { head: "steps", cell: (row) => count(row.version) },
+  { head: "made", cell: (row) => <span className="d">{row.source === "live" ? "in training" : "later"}</span> },
+  { head: "accuracy", className: "r", cell: (row) => (row.status === "finished" ? percent(row.accuracy) : <span className={row.status === "failed" ? "w" : "d"}>{row.status}</span>) },
+  { head: "± points", className: "r", cell: (row) => row.status === "finished" && <span className="d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : number(50 * (row.accuracy_high - row.accuracy_low), 1)}</span> },
+  { head: "took", className: "r", cell: (row) => <span className="d">{row.ended_at === null || row.started_at === null ? NONE : duration(row.ended_at - row.started_at)}</span> },
+];
+
 function EveryEval({ rows }: { rows: EvalRow[] }) {
   const sorted = [...rows].sort((a, b) => a.version - b.version || (a.started_at ?? 0) - (b.started_at ?? 0));
   const mixed = new Set(rows.map((row) => row.source)).size > 1;
   return (
     <section className="sec">
       <h2>Every eval</h2>
-      <table className={mixed ? "mixed" : ""}>
-        <thead>
-          <tr>
-            <th>steps</th>
-            {mixed && <th>made</th>}
-            <th className="r">accuracy</th>
-            <th className="r">± points</th>
-            <th className="r">took</th>
-          </tr>
-        </thead>
-        <tbody>
-          {sorted.map((row) => (
-            <tr key={`${row.attempt}/${row.eval_id}`} title={visible(row.error ?? row.eval_id)}>
-              <td>{count(row.version)}</td>
-              {mixed && <td className="d">{row.source === "live" ? "in training" : "later"}</td>}
-              {row.status === "finished" ? (
-                <>
-                  <td className="r">{percent(row.accuracy)}</td>
-                  <td className="r d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : number(50 * (row.accuracy_high - row.accuracy_low), 1)}</td>
-                </>
-              ) : (
-                <td className={`r ${row.status === "failed" ? "w" : "d"}`} colSpan={2}>
-                  {row.status}
-                </td>
-              )}
-              <td className="r d">{row.ended_at === null || row.started_at === null ? NONE : duration(row.ended_at - row.started_at)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table className={mixed ? "mixed" : ""} rows={sorted} columns={mixed ? EVERY : EVERY.filter(({ head }) => head !== "made")} keyOf={(row) => `${row.attempt}/${row.eval_id}`} row={(row) => ({ title: visible(row.error ?? row.eval_id) })} />
     </section>
   );
 }
@@ -268,8 +248,7 @@ function Verdict({ name: eval_name, curve, first, range, before, after, items, i
   const result = pairedDifference(items);
   const recorded = recordedGain(before, after, first);
   const shown = recorded ?? result;
-  const gained = items.filter((item) => blockOf(item) === "gained").length;
-  const lost = items.filter((item) => blockOf(item) === "lost").length;
+  const [lost, gained, right] = blocksOf(items).map(({ items: own }) => own.length) as [number, number, number];
   const sure = shown && (shown.low > 0 || shown.high < 0);
   return (
     <div className="verdict">
@@ -282,14 +261,14 @@ function Verdict({ name: eval_name, curve, first, range, before, after, items, i
         <p>
           The difference is <b>{points(shown.gain)}</b> points, 95 % interval {points(shown.low)} to {points(shown.high)} {recorded ? "by the run's bootstrap" : "(normal)"} on the same {count(result?.items ?? after.num_items)} items.{" "}
           {sure ? "" : "It may be chance: measure more items or answers. "}
-          {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / Math.max(1, items.filter((item) => ["lost", "right"].includes(blockOf(item))).length), 0)} are wrong now.` : ""}
+          {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / (lost + right), 0)} are wrong now.` : ""}
         </p>
       )}
     </div>
   );
 }
 
-const TITLES: Record<(typeof BLOCKS)[number], [string, string]> = {
+const TITLES: Record<Block, [string, string]> = {
   lost: ["lost", "right, then wrong"],
   gained: ["gained", "wrong, then right"],
   right: ["right twice", ""],
@@ -297,7 +276,6 @@ const TITLES: Record<(typeof BLOCKS)[number], [string, string]> = {
 };
 
 function Field({ items, before, after, current, choose }: { items: Item[]; before: EvalRow; after: EvalRow; current?: Item; choose: (item: Item) => void }) {
-  const blocks = useMemo(() => BLOCKS.map((block) => ({ block, items: items.filter((item) => blockOf(item) === block) })), [items]);
   const pick = (event: React.MouseEvent) => {
     const at = (event.target as HTMLElement).dataset.item;
     const item = at === undefined ? undefined : items.find((one) => String(one.item) === at);
@@ -314,7 +292,7 @@ function Field({ items, before, after, current, choose }: { items: Item[]; befor
         Every item, {before.version} against {after.version} steps
         <span>{[items.length < Math.max(before.num_items, after.num_items) && `${count(items.length)} of ${count(Math.max(before.num_items, after.num_items))} items have answers of both`, before.num_completions > 1 && "right: at least half of the answers"].filter(Boolean).join("; ")}</span>
       </h2>
-      {blocks.map(({ block, items: some }) => (
+      {blocksOf(items).map(({ block, items: some }) => (
         <div key={block} className="blk">
           <div>
             <b>{count(some.length)}</b> {TITLES[block][0]}

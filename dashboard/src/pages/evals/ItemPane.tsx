@@ -8,7 +8,7 @@ import type { EvalRow } from "../../types";
 import { inLine } from "../rollouts/conversation";
 import { answerAddress } from "../rollouts/select";
 import { Plain } from "../../text/SafeText";
-import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "./items";
+import { type Answered, type Block, blocksOf, isRight, type Item } from "./items";
 
 interface ItemPaneProps {
   items: Item[];
@@ -28,14 +28,7 @@ type Row = { block: Block; number: number } | { item: Item };
 
 export function ItemPane({ items, why, current, before, after, choose }: ItemPaneProps) {
   const list = useRef<HTMLDivElement>(null);
-  const rows = useMemo(
-    () =>
-      BLOCKS.flatMap((block): Row[] => {
-        const some = items.filter((item) => blockOf(item) === block);
-        return some.length ? [{ block, number: some.length }, ...some.map((item) => ({ item }))] : [];
-      }),
-    [items],
-  );
+  const rows = useMemo(() => blocksOf(items).flatMap(({ block, items: own }): Row[] => (own.length ? [{ block, number: own.length }, ...own.map((item) => ({ item }))] : [])), [items]);
   const virtual = useVirtualizer({ count: rows.length, getScrollElement: () => list.current, estimateSize: (i) => ("block" in rows[i]! ? 28 : 20), overscan: 15 });
   useEffect(() => {
     const at = rows.findIndex((row) => "item" in row && row.item === current);

@@ -1,5 +1,6 @@
 /** Items that two evals share: blocks, paired difference, pass@k, slices. */
 
+import { group, mean, sum, variance } from "d3-array";
 import { meanOf, passAtK } from "../../charts/math";
 import type { Range } from "../../state/url";
 import type { EvalRow, EvalSample, Value } from "../../types";
@@ -19,7 +20,7 @@ export interface Item {
 }
 
 export type Block = "lost" | "gained" | "right" | "wrong";
-export const BLOCKS: Block[] = ["lost", "gained", "right", "wrong"];
+const BLOCKS: Block[] = ["lost", "gained", "right", "wrong"];
 
 /** An item counts as right when at least half of its answers are. */
 export const isRight = (answered: Answered): boolean => answered.score >= 0.5;
@@ -30,19 +31,18 @@ export function blockOf(item: Item): Block {
   return after ? "gained" : "wrong";
 }
 
+/** Returns the items of each block. */
+export const blocksOf = (items: Item[]): { block: Block; items: Item[] }[] => BLOCKS.map((block) => ({ block, items: items.filter((item) => blockOf(item) === block) }));
+
 function answered(samples: EvalSample[], worst: number): Answered {
   const answers = [...samples].sort((a, b) => a.completion - b.completion);
-  return { score: answers.reduce((sum, answer) => sum + (answer.score ?? worst), 0) / answers.length, answers };
+  return { score: sum(answers, (answer) => answer.score ?? worst) / answers.length, answers };
 }
 
 /** The score of an answer that failed, as in the accuracy: 0, or the lowest of the eval if that is below 0. */
 const worstOf = (samples: EvalSample[]): number => samples.reduce((worst, { score }) => Math.min(worst, score ?? 0), 0);
 
-function byItem(samples: EvalSample[]): Map<number, EvalSample[]> {
-  const items = new Map<number, EvalSample[]>();
-  for (const sample of samples) items.set(sample.item, [...(items.get(sample.item) ?? []), sample]);
-  return items;
-}
+const byItem = (samples: EvalSample[]): Map<number, EvalSample[]> => group(samples, (sample) => sample.item);
 
 /** Returns the items that both evals have, in their order. */
 export function joinItems(before: EvalSample[], after: EvalSample[]): Item[] {
@@ -76,14 +76,12 @@ export function recordedGain(before: EvalRow, after: EvalRow, first: EvalRow | u
 export function pairedDifference(items: Item[]): Difference | null {
   const n = items.length;
   if (n === 0) return null;
-  const mean = (values: number[]) => values.reduce((sum, value) => sum + value, 0) / n;
   const gains = items.map((item) => item.after.score - item.before.score);
-  const gain = mean(gains);
-  const variance = n > 1 ? gains.reduce((sum, value) => sum + (value - gain) ** 2, 0) / (n - 1) : 0;
-  const half = 1.959964 * Math.sqrt(variance / n);
+  const gain = mean(gains)!;
+  const half = 1.959964 * Math.sqrt((variance(gains) ?? 0) / n);
   return {
-    before: mean(items.map((item) => item.before.score)),
-    after: mean(items.map((item) => item.after.score)),
+    before: mean(items, (item) => item.before.score)!,
+    after: mean(items, (item) => item.after.score)!,
     gain,
     low: gain - half,
     high: gain + half,

@@ -2,6 +2,8 @@
 
 import { useState } from "react";
 import { NONE, number, percent } from "../../format";
+import { toggled } from "../../lists";
+import { type Column, Table } from "../../shell/Table";
 import type { Value } from "../../types";
 import { useParam } from "../../state/url";
 import { byRole, type Device, type Machine, roleColor, roleOfDevice } from "./infra";
@@ -23,7 +25,7 @@ const gib = (bytes: Value) => number(bytes === null ? null : bytes / 2 ** 30, 1)
 
 export function Cluster({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
   const [view] = useParam("machines");
-  return view === "table" ? <Table nodes={nodes} live={live} /> : <Map nodes={nodes} live={live} />;
+  return view === "table" ? <Machines nodes={nodes} live={live} /> : <Map nodes={nodes} live={live} />;
 }
 
 /** Tiles in a row: those of a machine with fewer are not wider. */
@@ -91,64 +93,38 @@ function Tile({ device }: { device: Device }) {
   );
 }
 
-function Table({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
+/** A row of the table: a machine, or a device of one. */
+type Line = Omit<Device, "name"> & { key: string; name?: string; node?: Machine };
+
+function Machines({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {
   const when = live ? "now" : "at the end";
   const many = nodes.reduce((sum, node) => sum + node.devices.length, 0) > MOST_DEVICES;
   const [opened, setOpened] = useState<ReadonlySet<string>>(new Set());
-  const toggle = (name: string) => setOpened((old) => new Set(old.has(name) ? [...old].filter((other) => other !== name) : [...old, name]));
+  const toggle = (name: string) => setOpened((old) => new Set(toggled([...old], name)));
+  const nameOf = (node: Machine) =>
+    many && node.devices.length > 0 ? (
+      <button aria-expanded={opened.has(node.name)} onClick={() => toggle(node.name)}>
+        <b>{visible(node.name)}</b> <span className="f">{opened.has(node.name) ? "▾" : "▸"}</span>
+      </button>
+    ) : (
+      <b>{visible(node.name)}</b>
+    );
+  const rows = nodes.flatMap((node): Line[] => [
+    { key: node.name, node, role: `CPU, load ${number(node.load, 1)}`, load: node.cpu, mean: node.cpuMean, used: node.memoryUsed, total: node.memoryTotal },
+    ...(many && !opened.has(node.name) ? byRole(node.devices) : node.devices).map((device) => ({ ...device, key: `${node.name}/${device.name}/${device.role}` })),
+  ]);
+  const columns: Column<Line>[] = [
+    { head: "Machine", cell: ({ node, name }) => (node ? nameOf(node) : <span className="in">{name}</span>) },
+    { head: "Role", cell: ({ role }) => <span className="d">{role}</span> },
+    { head: <>Load <span className="f">{when}, bar; mean, line</span></>, cell: ({ load, mean }) => <Meter share={load} mean={mean} /> },
+    { head: when, className: "r", cell: ({ load }) => percent(load, 0) },
+    { head: "mean", className: "r", cell: ({ mean }) => percent(mean, 0) },
+    { head: "memory, GiB", className: "r", cell: ({ used }) => gib(used) },
+    { head: "of", className: "r", cell: ({ node, total }) => <span className="d">{node || total !== null ? gib(total) : ""}</span> },
+  ];
   return (
     <section className="cluster" aria-label="Machines">
-      <table>
-        <thead>
-          <tr>
-            <th>Machine</th>
-            <th>Role</th>
-            <th>
-              Load <span className="f">{when}, bar; mean, line</span>
-            </th>
-            <th className="r">{when}</th>
-            <th className="r">mean</th>
-            <th className="r">memory, GiB</th>
-            <th className="r">of</th>
-          </tr>
-        </thead>
-        <tbody>
-          {nodes.flatMap((node) => [
-            <tr key={node.name} className="node">
-              <td>
-                {many && node.devices.length > 0 ? (
-                  <button aria-expanded={opened.has(node.name)} onClick={() => toggle(node.name)}>
-                    <b>{visible(node.name)}</b> <span className="f">{opened.has(node.name) ? "▾" : "▸"}</span>
-                  </button>
-                ) : (
-                  <b>{visible(node.name)}</b>
-                )}
-              </td>
-              <td className="d">CPU, load {number(node.load, 1)}</td>
-              <td>
-                <Meter share={node.cpu} mean={node.cpuMean} />
-              </td>
-              <td className="r">{percent(node.cpu, 0)}</td>
-              <td className="r">{percent(node.cpuMean, 0)}</td>
-              <td className="r">{gib(node.memoryUsed)}</td>
-              <td className="r d">{gib(node.memoryTotal)}</td>
-            </tr>,
-            ...(many && !opened.has(node.name) ? byRole(node.devices) : node.devices).map((device) => (
-              <tr key={`${node.name}/${device.name}/${device.role}`}>
-                <td className="in">{device.name}</td>
-                <td className="d">{device.role}</td>
-                <td>
-                  <Meter share={device.load} mean={device.mean} />
-                </td>
-                <td className="r">{percent(device.load, 0)}</td>
-                <td className="r">{percent(device.mean, 0)}</td>
-                <td className="r">{gib(device.used)}</td>
-                <td className="r d">{device.total === null ? "" : gib(device.total)}</td>
-              </tr>
-            )),
-          ])}
-        </tbody>
-      </table>
+      <Table rows={rows} columns={columns} keyOf={({ key }) => key} row={({ node }) => ({ className: node && "node" })} />
     </section>
   );
 }

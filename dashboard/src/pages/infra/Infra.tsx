@@ -1,12 +1,14 @@
 /** Infra: machines, GPUs and engines; the aggregate first, then each. */
 
+import { groups, rollup } from "d3-array";
 import { useMemo } from "react";
 import { runPath } from "../../api";
 import { nearest } from "../../charts/math";
-import { count } from "../../format";
+import { count, number } from "../../format";
 import { toggled } from "../../lists";
 import { Segments } from "../../shell/controls";
 import { Failure, Quiet } from "../../shell/Quiet";
+import { type Column, Facts, Rows, Table } from "../../shell/Table";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
@@ -14,13 +16,11 @@ import { timesOf, useSteps } from "../../state/steps";
 import { useSelected } from "../../state/cursor";
 import { useThrottled } from "../../state/timing";
 import { elsewhere, format, parseStep, place, setParams, useParam, usePlace, useRange } from "../../state/url";
-import type { GaugeName, RunInfo } from "../../types";
+import type { GaugeName, Node, RunInfo, SandboxTimes, Value } from "../../types";
 import { Model } from "../overview/Model";
 import { type GaugeSeries } from "../gauges";
 import { Cluster } from "./Cluster";
 import { GaugeChart } from "./GaugeChart";
-import { Hardware } from "./Hardware";
-import { Sandboxes } from "./Sandboxes";
 import { type ChartSpec, machines, otherChart, roleOf, SANDBOXES, SECTIONS, seriesOf } from "./infra";
 import "../panes.css";
 import "./infra.css";
@@ -165,6 +165,30 @@ function Others({ specs }: { specs: ReadonlyMap<string, ChartSpec> }) {
   );
 }
 
+/** Returns what was recorded about a machine, in words. */
+export function factsOf(node: Node): [name: string, value: string][] {
+  const gpus = [...rollup(node.gpus, (equal) => equal.length, (name) => name)];
+  const facts: [string, string | null][] = [
+    ["CPU", node.cpu === null ? null : `${node.cpu}, ${node.num_cores ?? "?"} cores`],
+    ["memory", node.memory_bytes === null ? null : `${number(node.memory_bytes / 2 ** 30, 0)} GiB`],
+    ["GPUs", gpus.length ? gpus.map(([name, count]) => (count > 1 ? `${count} × ${name}` : name)).join("; ") : null],
+    ["GPU driver", node.gpu_driver],
+    ["links", node.links.length ? node.links.join("; ") : null],
+    ["system", node.os],
+  ];
+  return facts.flatMap(([name, value]) => (value ? [[name, visible(value)]] : []));
+}
+
+function Hardware({ nodes }: { nodes: Node[] }) {
+  return (
+    <>
+      {groups(nodes, (node) => JSON.stringify(factsOf(node))).map(([, equal]) => (
+        <Facts key={equal[0]!.node} title="Hardware" note={<span title={visible(equal.map((node) => node.node).join(", "))}>{equal.length === 1 ? visible(equal[0]!.node) : `${equal.length} machines`}</span>} rows={factsOf(equal[0]!)} />
+      ))}
+    </>
+  );
+}
+
 function Topology({ info }: { info: RunInfo }) {
   const model = useResource(runPath(info.info.id, "model"));
   const attempt = info.attempts.at(-1);
@@ -176,31 +200,26 @@ function Topology({ info }: { info: RunInfo }) {
         {topology.length === 0 ? (
           <p className="d">Not recorded.</p>
         ) : (
-          <dl className="kv">
-            {topology.map(([name, value]) => (
-              <div key={name}>
-                <dt title={visible(name)}>{visible(name.replace("inference server", "server").replace("trainer rank", "rank").replaceAll("_", " "))}</dt>
-                <dd>{visible(value)}</dd>
-              </div>
-            ))}
-          </dl>
+          <Rows rows={topology.map(([name, value]) => [name.replace("inference server", "server").replace("trainer rank", "rank").replaceAll("_", " "), value])} />
         )}
       </section>
       <Hardware nodes={info.nodes} />
       <Model run={info.info.id} />
-      {!model.loading && (
-        <section className="sec">
-          <h2>Versions</h2>
-          <dl className="kv">
-            {Object.entries(attempt?.versions ?? {}).map(([name, value]) => (
-              <div key={name}>
-                <dt>{name}</dt>
-                <dd className="m">{value}</dd>
-              </div>
-            ))}
-          </dl>
-        </section>
-      )}
+      {!model.loading && <Facts title="Versions" rows={Object.entries(attempt?.versions ?? {})} />}
     </aside>
   );
+}
+
+const SANDBOX_COLUMNS: Column<SandboxTimes>[] = [
+  { head: "Operation", cell: (row) => visible(row.name) },
+  { head: "calls", className: "r", cell: (row) => count(row.count) },
+  { head: "p50", className: "r", cell: (row) => `${number(row.p50, 3)} s` },
+  { head: "p95", className: "r", cell: (row) => `${number(row.p95, 3)} s` },
+];
+
+/** How long creating sandboxes, using them and waiting for them took. */
+function Sandboxes({ run, span, version }: { run: string; span: { start: Value; end: Value }; version: string }) {
+  const times = useResource<SandboxTimes[]>(runPath(run, "sandboxes"), span, version).data ?? [];
+  if (times.length === 0) return null;
+  return <Table className="sbx" aria-label="Times of sandbox operations" rows={times} columns={SANDBOX_COLUMNS} keyOf={(row) => row.name} />;
 }

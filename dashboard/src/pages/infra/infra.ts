@@ -1,5 +1,6 @@
 /** What Infra shows of the gauges: which charts there are, and the machines with their GPUs. */
 
+import { group, max, mean, min, sort, sum } from "d3-array";
 import type { Value } from "../../types";
 import { lastOf, meanReading, ownerOf, perOther, rate, type GaugeSeries } from "../gauges";
 import { visible } from "../../text/hostile";
@@ -31,18 +32,18 @@ const sameOwner = (a: GaugeSeries, b: GaugeSeries) => a.node === b.node && a.gpu
 const rates = (series: GaugeSeries[]) => series.map(rate);
 export const SANDBOXES = "Sandboxes";
 
-/** The mean of a histogram between two readings: growth of its sum over growth of its count. */
-const meanSeconds = (metric: string): Pick<ChartSpec, "names" | "of"> => ({
-  names: [`${metric}_sum`, `${metric}_count`],
-  of: (series) => paired(series, `${metric}_sum`, `${metric}_count`),
+/** The growth of one counter over that of another. */
+const quotient = (over: string, under: string): Pick<ChartSpec, "names" | "of"> => ({
+  names: [over, under],
+  of: (series) =>
+    named(series, over).flatMap((one) => {
+      const other = named(series, under).find((candidate) => sameOwner(candidate, one) && JSON.stringify(candidate.labels) === JSON.stringify(one.labels));
+      return other ? [perOther(one, other)] : [];
+    }),
 });
 
-function paired(series: GaugeSeries[], over: string, under: string): GaugeSeries[] {
-  return named(series, over).flatMap((one) => {
-    const other = named(series, under).find((candidate) => sameOwner(candidate, one) && JSON.stringify(candidate.labels) === JSON.stringify(one.labels));
-    return other ? [perOther(one, other)] : [];
-  });
-}
+/** The mean of a histogram between two readings. */
+const meanSeconds = (metric: string) => quotient(`${metric}_sum`, `${metric}_count`);
 
 export const SECTIONS: Section[] = [
   {
@@ -60,7 +61,7 @@ export const SECTIONS: Section[] = [
   {
     title: "Engines",
     charts: [
-      { title: "Busy", unit: "share of time", names: ["telescope:engine_busy_seconds_total", "telescope:engine_clock_seconds"], of: (series) => paired(series, "telescope:engine_busy_seconds_total", "telescope:engine_clock_seconds"), low: 0, high: 1 },
+      { title: "Busy", unit: "share of time", ...quotient("telescope:engine_busy_seconds_total", "telescope:engine_clock_seconds"), low: 0, high: 1 },
       { title: "Requests running", unit: "", names: ["vllm:num_requests_running"], low: 0 },
       { title: "Requests waiting", unit: "", names: ["vllm:num_requests_waiting"], low: 0 },
       { title: "Generated", unit: "tokens/s", names: ["vllm:generation_tokens_total"], of: rates, low: 0 },
@@ -68,7 +69,7 @@ export const SECTIONS: Section[] = [
       { title: "KV cache in use", unit: "%", names: ["vllm:kv_cache_usage_perc"], scale: 100, low: 0 },
       { title: "Time to first token", unit: "s, mean", ...meanSeconds("vllm:time_to_first_token_seconds"), low: 0 },
       { title: "Request, end to end", unit: "s, mean", ...meanSeconds("vllm:e2e_request_latency_seconds"), low: 0 },
-      { title: "Prefix cache hits", unit: "share", names: ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"], of: (series) => paired(series, "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"), low: 0, high: 1 },
+      { title: "Prefix cache hits", unit: "share", ...quotient("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"), low: 0, high: 1 },
       { title: "Preemptions", unit: "a second", names: ["vllm:num_preemptions_total"], of: rates, low: 0 },
     ],
   },
@@ -143,21 +144,16 @@ const HOLDS_SECONDS = 12;
  */
 export function aggregates(list: readonly { label: string; series: GaugeSeries }[], groupOf: (series: GaugeSeries) => string, from: number, to: number, parts: number): Aggregate[] {
   const width = (to - from) / parts || 1;
-  const groups = new Map<string, GaugeSeries[]>();
-  for (const { series } of list) {
-    const group = groupOf(series);
-    groups.set(group, [...(groups.get(group) ?? []), series]);
-  }
-  return [...groups].sort(([a], [b]) => a.localeCompare(b)).map(([label, members]) => {
-    const columns = members.map((series) => held(series, from, width, parts));
+  return sort(group(list, ({ series }) => groupOf(series)), ([label]) => label).map(([label, members]) => {
+    const columns = members.map(({ series }) => held(series, from, width, parts));
     const out: Aggregate = { label, count: members.length, time: [], mean: [], low: [], high: [] };
     for (let part = 0; part < parts; part += 1) {
-      const known = columns.map((column) => column[part]).filter((value): value is number => value != null);
+      const known = columns.flatMap((column) => column[part] ?? []);
       if (known.length === 0 && out.time.length === 0) continue;
       out.time.push(from + (part + 1) * width);
-      out.mean.push(known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null);
-      out.low.push(known.length ? Math.min(...known) : null);
-      out.high.push(known.length ? Math.max(...known) : null);
+      out.mean.push(mean(known) ?? null);
+      out.low.push(min(known) ?? null);
+      out.high.push(max(known) ?? null);
     }
     while (out.mean.length > 0 && out.mean.at(-1) === null) for (const column of [out.time, out.mean, out.low, out.high]) column.pop();
     return out;
@@ -234,25 +230,19 @@ export interface Machine {
   devices: Device[];
 }
 
-const meanKnown = (values: Value[]): Value => {
-  const known = values.filter((value): value is number => value !== null);
-  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
-};
-
 /** Returns a line for the devices of each role: `8 GPUs`, their mean load, the sum of their memory. */
 export function byRole(devices: readonly Device[]): Device[] {
   const kindOf = (device: Device) => device.role.replace(/ \d+(, .*)?$/, "");
-  const sum = (values: Value[]): Value => (values.every((value) => value === null) ? null : values.reduce<number>((total, value) => total + (value ?? 0), 0));
-  return [...new Set(devices.map(kindOf))].sort().map((kind): Device => {
-    const mine = devices.filter((device) => kindOf(device) === kind);
+  const total = (values: Value[]): Value => (values.every((value) => value === null) ? null : sum(values));
+  return sort(group(devices, kindOf), ([kind]) => kind).map(([kind, mine]): Device => {
     const noun = mine[0]!.name.replace(/ \d+$/, "");
     return {
       name: mine.length === 1 ? mine[0]!.name : `${mine.length} ${noun}s`,
       role: mine.length === 1 ? mine[0]!.role : kind,
-      load: meanKnown(mine.map((device) => device.load)),
-      mean: meanKnown(mine.map((device) => device.mean)),
-      used: sum(mine.map((device) => device.used)),
-      total: sum(mine.map((device) => device.total)),
+      load: mean(mine, (device) => device.load) ?? null,
+      mean: mean(mine, (device) => device.mean) ?? null,
+      used: total(mine.map((device) => device.used)),
+      total: total(mine.map((device) => device.total)),
     };
   });
 }
@@ -263,10 +253,7 @@ export function machines(ever: readonly GaugeSeries[], begun = 0): Machine[] {
   const all = current.length ? current : ever;
   const nodes = [...new Set(all.map((one) => one.node).filter((node): node is string => node !== null))].sort();
   const pick = (name: string, match: (one: GaugeSeries) => boolean) => all.find((one) => one.name === name && match(one));
-  const last = (name: string, match: (one: GaugeSeries) => boolean): Value => {
-    const found = pick(name, match);
-    return found ? lastOf(found) : null;
-  };
+  const last = (name: string, match: (one: GaugeSeries) => boolean): Value => lastOf(pick(name, match));
   const share = (value: Value) => (value === null ? null : value / 100);
   return nodes.map((node): Machine => {
     const here = (one: GaugeSeries) => one.node === node;
@@ -279,13 +266,13 @@ export function machines(ever: readonly GaugeSeries[], begun = 0): Machine[] {
     const devices = gpus.map((gpu): Device => {
       const mine = (one: GaugeSeries) => here(one) && one.gpu === gpu;
       const load = pick("gpu_utilization_percent", mine);
-      return { name: `GPU ${gpu}`, role: roles(gpu), load: share(load ? lastOf(load) : null), mean: share(load ? meanReading(load) : null), used: last("gpu_memory_used_bytes", mine), total: last("gpu_memory_total_bytes", mine) };
+      return { name: `GPU ${gpu}`, role: roles(gpu), load: share(lastOf(load)), mean: share(meanReading(load)), used: last("gpu_memory_used_bytes", mine), total: last("gpu_memory_total_bytes", mine) };
     });
     if (gpus.length === 0) {
       for (const busy of all.filter((one) => here(one) && one.name === "telescope:engine_busy_seconds_total")) {
         const clock = pick("telescope:engine_clock_seconds", (one) => sameOwner(one, busy));
         const share = clock ? perOther(busy, clock) : null;
-        devices.push({ name: `server ${busy.server}`, role: "inference", load: share ? lastOf(share) : null, mean: share ? meanReading(share) : null, used: null, total: null });
+        devices.push({ name: `server ${busy.server}`, role: "inference", load: lastOf(share), mean: meanReading(share), used: null, total: null });
       }
       for (const rank of all.filter((one) => here(one) && one.name === "process_memory_bytes")) {
         devices.push({ name: `rank ${rank.rank}`, role: "trainer", load: null, mean: null, used: lastOf(rank), total: null });
@@ -293,8 +280,8 @@ export function machines(ever: readonly GaugeSeries[], begun = 0): Machine[] {
     }
     return {
       name: node,
-      cpu: share(cpu ? lastOf(cpu) : null),
-      cpuMean: share(cpu ? meanReading(cpu) : null),
+      cpu: share(lastOf(cpu)),
+      cpuMean: share(meanReading(cpu)),
       memoryUsed: last("memory_used_bytes", here),
       memoryTotal: last("memory_total_bytes", here),
       load: last("load_average_1m", here),

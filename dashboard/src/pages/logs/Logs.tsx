@@ -12,7 +12,7 @@ import { mayPass, Reader } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { timesOf, useSteps } from "../../state/steps";
 import { elsewhere, format, place, setParams, usePlace, useRange, useSearchText } from "../../state/url";
-import { visible } from "../../text/hostile";
+import { clip, visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import type { LogLine, Logs as LogPage } from "../../types";
 import { clockTime, fold, isBefore, join, LEVELS, newest } from "./lines";
@@ -167,7 +167,7 @@ export function Logs() {
   const known = [...new Set([...names.components, component].filter(Boolean))].sort();
   const filtered = level || component || source || search || range;
   return (
-    <div className="logs">
+    <div className="page logs">
       <div className="tools">
         <input className="field" type="search" placeholder="Search all lines" aria-label="Search all lines" value={draft} onChange={(event) => setDraft(event.target.value)} />
         <Segments label="Lowest level" value={level} options={LEVELS} choose={(next) => setParams({ level: next })} />
@@ -239,10 +239,11 @@ function momentOf(time: number, origin: number): string {
 function Message({ text, search }: { text: string; search: string }) {
   const [open, setOpen] = useState(false);
   const { head, hidden, tail } = fold(text, open ? Infinity : undefined);
+  const begin = clip(head, open ? Infinity : undefined);
   return (
     <span className="msgt">
-      <Plain text={head.length > 20_000 && !open ? head.slice(0, 20_000) : head} search={search} />
-      {(hidden > 0 || (head.length > 20_000 && !open)) && (
+      <Plain text={begin.shown} search={search} />
+      {(hidden > 0 || begin.hidden > 0) && (
         <>
           {"\n"}
           <button className="link f" onClick={() => setOpen(true)}>{hidden > 0 ? `${hidden} more lines` : "show all"}</button>

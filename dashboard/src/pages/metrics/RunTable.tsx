@@ -6,6 +6,7 @@ import { count, difference, number, setting } from "../../format";
 import { toggled } from "../../lists";
 import { Segments } from "../../shell/controls";
 import { Menu } from "../../shell/Menu";
+import { type Column, Table } from "../../shell/Table";
 import { COLORS, useRunColors } from "../../state/colors";
 import { useCursor } from "../../state/cursor";
 import { useResource } from "../../state/resource";
@@ -46,6 +47,53 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   };
   const base = runs.find((run) => run.baseline);
   const common = commonStep(runs);
+  const columns: Column<DrawnRun>[] = [
+    {
+      head: <span className="vh">Run</span>,
+      cell: (run) => (
+        <>
+          <Menu
+            label={`Color of ${run.name}`}
+            className="swatch"
+            button={<i className="dot" style={{ background: `var(${run.color})` }} />}
+            items={Object.entries(COLORS).map(([title, color]) => ({ title, color, run: () => leavesOf(run).forEach((leaf) => colors.choose(leaf.id, color)) }))}
+          />
+          {run.members ? (
+            <>
+              <b>{run.name}</b> <span className="f">{run.members.length === 1 ? "1 run" : `mean of ${run.members.length} runs`}</span>
+            </>
+          ) : (
+            <a href={format(elsewhere(place, { run: run.id, page: "overview" }))} title={visible(run.id)}>
+              <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
+            </a>
+          )}
+          <button className="base f s" aria-pressed={run.baseline ?? false} title="Draw it in grey, and show the difference of other runs to it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
+            {run.baseline ? "baseline" : "as baseline"}
+          </button>
+        </>
+      ),
+    },
+    ...differing.map(({ key, values }): Column<DrawnRun> => {
+      const text = (run: DrawnRun) => setting(values[runs.indexOf(run)]);
+      return { head: key, className: "cut", title: text, cell: text };
+    }),
+    ...COLUMNS.map(([metric, title]): Column<DrawnRun> => ({
+      head: title,
+      className: "r",
+      cell: (run) => <>{number(value(run, metric))}{base && <Difference value={base === run ? null : value(run, metric)} from={value(base, metric)} />}</>,
+    })),
+    { head: "length", className: "r", cell: (run) => <span className="f">{count(run.steps.step.length)} steps</span> },
+    {
+      head: <span className="vh">Take away</span>,
+      className: "r",
+      cell: (run) =>
+        run !== runs[0] && !run.members && (
+          <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(toggled(others, run.id))}>
+            ×
+          </button>
+        ),
+    },
+  ];
   return (
     <div className="runtable">
       <p className="choices s">
@@ -60,72 +108,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
         </span>
         {at !== null && <span className="f">{axis === "step" ? `now at step ${at}` : "now at the crosshair"}</span>}
       </p>
-      <table>
-        <thead>
-          <tr>
-            <th>
-              <span className="vh">Run</span>
-            </th>
-            {differing.map((row) => (
-              <th key={row.key}>{row.key}</th>
-            ))}
-            {COLUMNS.map(([metric, title]) => (
-              <th key={metric} className="r">
-                {title}
-              </th>
-            ))}
-            <th className="r">length</th>
-            <th>
-              <span className="vh">Take away</span>
-            </th>
-          </tr>
-        </thead>
-        <tbody>
-          {runs.map((run, i) => (
-            <tr key={run.id}>
-              <td>
-                <Menu
-                  label={`Color of ${run.name}`}
-                  className="swatch"
-                  button={<i className="dot" style={{ background: `var(${run.color})` }} />}
-                  items={Object.entries(COLORS).map(([title, color]) => ({ title, color, run: () => leavesOf(run).forEach((leaf) => colors.choose(leaf.id, color)) }))}
-                />
-                {run.members ? (
-                  <>
-                    <b>{run.name}</b> <span className="f">{run.members.length === 1 ? "1 run" : `mean of ${run.members.length} runs`}</span>
-                  </>
-                ) : (
-                  <a href={format(elsewhere(place, { run: run.id, page: "overview" }))} title={visible(run.id)}>
-                    <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
-                  </a>
-                )}
-                <button className="base f s" aria-pressed={run.baseline ?? false} title="Draw it in grey, and show the difference of other runs to it" aria-label={`${run.name} is the baseline`} onClick={() => setBaseline(run.baseline ? null : leavesOf(run)[0]!.id)}>
-                  {run.baseline ? "baseline" : "as baseline"}
-                </button>
-              </td>
-              {differing.map((row) => (
-                <td key={row.key} className="cut" title={setting(row.values[i])}>
-                  {setting(row.values[i])}
-                </td>
-              ))}
-              {COLUMNS.map(([metric]) => (
-                <td key={metric} className="r">
-                  {number(value(run, metric))}
-                  {base && <Difference value={base === run ? null : value(run, metric)} from={value(base, metric)} />}
-                </td>
-              ))}
-              <td className="r f">{count(run.steps.step.length)} steps</td>
-              <td className="r">
-                {i > 0 && !run.members && (
-                  <button className="f" aria-label={`Take ${run.name} away`} title="Take away" onClick={() => setOthers(toggled(others, run.id))}>
-                    ×
-                  </button>
-                )}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table rows={runs} columns={columns} keyOf={(run) => run.id} />
     </div>
   );
 }

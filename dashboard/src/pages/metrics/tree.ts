@@ -1,5 +1,6 @@
 /** The names of metrics as a tree: section, group, metric. */
 
+import { groups, sort } from "d3-array";
 import { statisticOf } from "../../charts/sources";
 import type { Section } from "../../state/layouts";
 import { visible } from "../../text/hostile";
@@ -62,23 +63,14 @@ export const fitsSearch = (name: string, search: string): boolean => search.toLo
 
 /** Returns the rows of the tree that fit the search, without those of closed sections. */
 export function treeRows(names: string[], search: string, closed: Set<string>): TreeRow[] {
-  const sections = new Map<string, Map<string, [string, string][]>>();
-  for (const name of [...names].sort()) {
-    if (!fitsSearch(name, search)) continue;
-    const [section, group, metric] = place(name);
-    const groups = sections.get(section) ?? new Map<string, [string, string][]>();
-    sections.set(section, groups);
-    groups.set(group, [...(groups.get(group) ?? []), [metric, name]]);
-  }
+  const found = names.filter((name) => fitsSearch(name, search)).sort();
   const out: TreeRow[] = [];
-  for (const section of [...sections.keys()].sort(order)) {
-    const groups = sections.get(section)!;
-    const count = [...groups.values()].reduce((sum, metrics) => sum + metrics.length, 0);
-    out.push({ kind: "section", label: visible(section), name: section, depth: 0, count });
+  for (const { title: section, metrics } of allSections(found)) {
+    out.push({ kind: "section", label: visible(section), name: section, depth: 0, count: metrics.length });
     if (closed.has(section) && !search.trim()) continue;
-    for (const group of [...groups.keys()].sort()) {
+    for (const [group, own] of sort(groups(metrics, (name) => place(name)[1]), ([group]) => group)) {
       if (group) out.push({ kind: "group", label: visible(group), name: `${section}/${group}`, depth: 1 });
-      for (const [metric, name] of groups.get(group)!) out.push({ kind: "metric", label: visible(metric), name, depth: group ? 2 : 1 });
+      for (const name of own) out.push({ kind: "metric", label: visible(place(name)[2]), name, depth: group ? 2 : 1 });
     }
   }
   return out;
@@ -86,12 +78,9 @@ export function treeRows(names: string[], search: string, closed: Set<string>): 
 
 /** Returns all metrics as sections of charts. */
 export function allSections(names: string[]): Section[] {
-  const sections = new Map<string, string[]>();
-  for (const name of [...names].sort()) {
-    const [section] = place(name);
-    sections.set(section, [...(sections.get(section) ?? []), name]);
-  }
-  return [...sections.keys()].sort(order).map((title) => ({ title, metrics: sections.get(title)! }));
+  return groups([...names].sort(), (name) => place(name)[0])
+    .sort(([a], [b]) => order(a, b))
+    .map(([title, metrics]) => ({ title, metrics }));
 }
 
 /** Returns the charts to begin with, of those that the runs have. */

@@ -2,13 +2,20 @@
 
 import { runPath } from "../../api";
 import { count, number } from "../../format";
+import { type Column, Table } from "../../shell/Table";
 import { useResource } from "../../state/resource";
-import type { Architecture } from "../../types";
+import type { Architecture, ModelPart } from "../../types";
 import { visible } from "../../text/hostile";
 import "../panes.css";
 
 /** Returns a number of parameters as models are named: 1.7B. */
 const size = (parameters: number | null): string => number(parameters).replace("G", "B");
+
+const PARTS: Column<ModelPart>[] = [
+  { className: "r f", cell: (part) => part.count > 1 && `${part.count} ×` },
+  { cell: (part) => <>{part.part} <span className="f">{part.sizes}</span></> },
+  { className: "r", cell: (part) => part.parameters > 0 && size(part.count * part.parameters) },
+];
 
 export function Model({ run }: { run: string }) {
   const model = useResource<Architecture>(runPath(run, "model")).data;
@@ -29,19 +36,7 @@ export function Model({ run }: { run: string }) {
       <p className="m wrap">{visible(model.name)}</p>
       {facts.length > 0 && <p className="s d">{facts.join(", ")}</p>}
       {model.parts.length > 0 ? (
-        <table className="parts" title={`From ${model.source}`}>
-          <tbody>
-            {model.parts.map((part) => (
-              <tr key={part.part}>
-                <td className="r f">{part.count > 1 ? `${part.count} ×` : ""}</td>
-                <td>
-                  {part.part} <span className="f">{part.sizes}</span>
-                </td>
-                <td className="r">{part.parameters > 0 ? size(part.count * part.parameters) : ""}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Table className="parts" title={`From ${model.source}`} rows={model.parts} columns={PARTS} keyOf={(part) => part.part} />
       ) : (
         <p className="f s">The record does not have its config.json.</p>
       )}

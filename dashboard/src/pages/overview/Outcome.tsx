@@ -2,8 +2,7 @@
 
 import { embedded } from "../../embedded";
 import { number, percent, signed, unbroken } from "../../format";
-import { Segments } from "../../shell/controls";
-import { CopyButton } from "../../shell/CopyButton";
+import { CopyButton, Segments } from "../../shell/controls";
 import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
 import type { RunInfo, Sentence, StepColumns } from "../../types";

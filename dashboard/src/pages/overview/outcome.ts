@@ -1,5 +1,6 @@
 /** Finds the outcome of a run: its evals from first to newest, its best checkpoint, and the commands that use it. */
 
+import { greatest } from "d3-array";
 import { checkpointMarks } from "../../state/steps";
 import { curveOf } from "../../state/run";
 import type { EvalRow, StepColumns } from "../../types";
@@ -40,7 +41,7 @@ export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve:
   const here = all.filter((one) => one.kept);
   if (here.length === 0 && model !== null) return null;
   const order = (one: Best) => one.accuracy ?? -1;
-  return (here.length ? here : all).reduce<Best | null>((best, one) => (best === null || order(one) >= order(best) ? one : best), null);
+  return greatest((here.length ? here : all).toReversed(), order) ?? null;
 }
 
 export interface Command {

@@ -13,10 +13,9 @@ import { GroupList } from "../rollouts/GroupList";
 import { Numbers } from "../rollouts/Numbers";
 import { chosen, moveAnswer, moveGroup } from "../rollouts/select";
 import { rewardScales } from "../rollouts/squares";
-import type { Detail } from "../rollouts/types";
+import type { Sample } from "../../types";
 import "../panes.css";
 import "../rollouts/rollouts.css";
-import "./answers.css";
 
 export function Answers() {
   const run = useRunId();
@@ -40,7 +39,7 @@ export function Answers() {
     { keys: ["h"], does: "previous answer of the group", run: () => select(moveAnswer(groups, selected?.sample ?? "", -1)) },
   ]);
   if (!at || !group || !selected) return <Quiet title="No answers in this file." text="The run had none when it was exported." />;
-  const detail = embedded?.examples.samples[`${group.attempt}/${selected.sample}`] as Detail | undefined;
+  const detail = embedded?.examples.samples[`${group.attempt}/${selected.sample}`] as Sample | undefined;
   return (
     <div className="rollouts answers">
       <h1 className="vh">Answers</h1>

@@ -7,8 +7,7 @@ import { inLine } from "./conversation";
 import { useResources } from "../../state/resource";
 import { Plain } from "../../text/SafeText";
 import { fate, type Filling, level, METRIC, type RewardScale, squareValue } from "./squares";
-import type { Value } from "../../types";
-import type { SamplePage, SampleRow } from "./types";
+import type { SampleRow, Samples, Value } from "../../types";
 import { visible } from "../../text/hostile";
 
 const ROW = 20;
@@ -35,17 +34,12 @@ export const metricSorts = (name: string): [value: string, title: string][] => [
   [`${METRIC}${name}`, `lowest ${name}`],
 ];
 
-/** Returns the number that a list in this order shows beside the reward. */
-function besideReward(row: SampleRow, sort: string): Value {
+/** Returns what a list in this order shows beside the reward: its title, and the number of an answer. */
+function beside(sort: string): { title: string; of: (row: SampleRow) => Value } {
   const column = sort.replace(/^-/, "");
-  if (column.startsWith(METRIC)) return row.metrics[column.slice(METRIC.length)] ?? null;
-  return column === "advantage" || column === "age" ? row[column] : row.completion_tokens;
-}
-
-function besideTitle(sort: string): string {
-  const column = sort.replace(/^-/, "");
-  if (column.startsWith(METRIC)) return column.slice(METRIC.length);
-  return column === "advantage" || column === "age" ? column : "tokens";
+  const metric = column.startsWith(METRIC) ? column.slice(METRIC.length) : null;
+  if (metric !== null) return { title: metric, of: (row) => row.metrics[metric] ?? null };
+  return column === "advantage" || column === "age" ? { title: column, of: (row) => row[column] } : { title: "tokens", of: (row) => row.completion_tokens };
 }
 
 /** Characters before a match that the server sends. */
@@ -61,7 +55,7 @@ interface AnswerListProps {
   path: string;
   query: Query;
   version: string;
-  first: SamplePage | undefined;
+  first: Samples | undefined;
   sort: string;
   search: string;
   sample: string;
@@ -75,6 +69,7 @@ interface AnswerListProps {
 export function AnswerList({ path, query, version, first, sort, search, sample, scaleOf, filling, onSelect, onRows }: AnswerListProps) {
   const box = useRef<HTMLDivElement>(null);
   const key = JSON.stringify(query);
+  const other = beside(sort);
   const total = first?.total ?? 0;
   const height = search ? HIT : ROW;
   const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => height, overscan: 8 });
@@ -83,7 +78,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
   const items = rows.getVirtualItems();
   const pageOf = (index: number | undefined) => Math.floor((index ?? 0) / PAGE_ROWS);
   const pages = range(Math.max(1, pageOf(items[0]?.index)), pageOf(items.at(-1)?.index) + 1);
-  const read = useResources<SamplePage>(pages.map((page) => address(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS, facets: false })), pages.map(() => version));
+  const read = useResources<Samples>(pages.map((page) => address(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS, facets: false })), pages.map(() => version));
   const rowAt = (index: number): SampleRow | undefined => (index < PAGE_ROWS ? first : read[pages.indexOf(pageOf(index))]?.data)?.rows[index % PAGE_ROWS];
   useEffect(() => void onRows(items.flatMap((item) => rowAt(item.index) ?? [])));
   useEffect(() => {
@@ -98,7 +93,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
           <span className="r">step</span>
           <span />
           <span className="cut">prompt, answer</span>
-          <span className="r cut">{visible(besideTitle(sort))}</span>
+          <span className="r cut">{visible(other.title)}</span>
           <span className="r cut">reward</span>
           <span>status</span>
         </div>
@@ -138,7 +133,7 @@ export function AnswerList({ path, query, version, first, sort, search, sample, 
                 <span className="f r" title={row.eval_name ? `eval after ${row.step + 1} steps` : undefined}>{step}</span>
                 {square}
                 <span className="cut"><Plain text={row.prompt ? inLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
-                <span className="r">{number(besideReward(row, sort))}</span>
+                <span className="r">{number(other.of(row))}</span>
                 <span className="r">{number(row.reward, 2)}</span>
                 <span className="s cut">{why}</span>
               </div>

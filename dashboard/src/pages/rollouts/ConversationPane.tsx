@@ -1,4 +1,4 @@
-import { extent } from "d3-array";
+import { extent, least } from "d3-array";
 import { Fragment, lazy, Suspense, useEffect, useMemo, useRef, useState } from "react";
 import { loaded } from "../../api";
 import { count, duration } from "../../format";
@@ -12,7 +12,7 @@ import { clip, visible } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
 import { ColorKey, Readout, TokenView } from "./TokenView";
 import { availableViews, tokenParts, tokensOf, type Token, type TokenView as View } from "./tokens";
-import type { Detail, DetailTurn } from "./types";
+import type { Sample, Turn } from "../../types";
 
 const Code = lazy(() => loaded(() => import("./Code")));
 
@@ -30,7 +30,7 @@ const THINKING_CHARS = 4000;
 export type Shown = View | "text" | "raw" | "diff";
 
 interface PaneProps {
-  detail: Detail;
+  detail: Sample;
   title: React.ReactNode;
   shown: string;
   setShown: (shown: Shown) => void;
@@ -151,31 +151,22 @@ export function ConversationPane({ detail, title, shown, setShown, search, again
 
 /** The least likely token: the first one whose numbers are shown. */
 function leastLikely(tokens: Map<number, Token[]>): { turn: number; index: number } | null {
-  let best: { turn: number; index: number } | null = null;
-  let lowest = Infinity;
-  for (const [turn, list] of tokens) {
-    list.forEach((token, index) => {
-      if (token.logprob !== null && token.logprob < lowest) {
-        lowest = token.logprob;
-        best = { turn, index };
-      }
-    });
-  }
-  return best;
+  const all = [...tokens].flatMap(([turn, list]) => list.map(({ logprob }, index) => ({ turn, index, logprob })));
+  return least(all.filter(({ logprob }) => logprob !== null), ({ logprob }) => logprob!) ?? null;
 }
 
-function versions(turn: DetailTurn): string | null {
+function versions(turn: Turn): string | null {
   const [low, high] = extent(turn.versions ?? []);
   return low === undefined ? null : low === high ? `version ${low}` : `versions ${low} to ${high}`;
 }
 
 interface LineProps {
   message: Message;
-  turn?: DetailTurn;
+  turn?: Turn;
   /** Tokens of this part of the reply; those of the whole reply without it. */
   tokens?: number;
   /** The turn that gave the model the result of the call. */
-  reply?: DetailTurn;
+  reply?: Turn;
   folded: boolean;
   onFold: (on: boolean) => void;
   children: React.ReactNode;
@@ -225,7 +216,7 @@ function Body({ message, search }: { message: Message; search: string }) {
   );
 }
 
-function Raw({ detail, search }: { detail: Detail; search: string }) {
+function Raw({ detail, search }: { detail: Sample; search: string }) {
   const parts: [string, string][] = [["prompt", detail.prompt_text ?? ""], ["completion", completion(detail.turns)]];
   return parts.map(([name, text]) => (
     <div className="msg" key={name}>

@@ -7,14 +7,14 @@ import { toggled } from "../../lists";
 import { Select } from "../../shell/controls";
 import { formatList, parseList, setParams, usePlace, useRange } from "../../state/url";
 import { FACETS, formatRange, MOST_EXPORTED, NUMBERS, type NumberRange, parseRange, problemOf, queryOf, rangeWords } from "./filters";
-import type { Facets as Counts } from "./types";
+import type { Samples } from "../../types";
 import { visible } from "../../text/hostile";
 
 const TAG = "tag:";
 const MOST_SHOWN = 8;
 
 /** Counts for the current search. A click filters; a facet with nothing stays, dim. */
-export function Facets({ counts, total }: { counts: Counts; total: number }) {
+export function Facets({ counts, total }: { counts: Samples["facets"]; total: number }) {
   const { params } = usePlace();
   const values = (text: string | undefined) => (text ?? "").split(",").filter(Boolean);
   const tags = parseList(params.tags);

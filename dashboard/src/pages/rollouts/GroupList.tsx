@@ -5,7 +5,7 @@ import { inLine } from "./conversation";
 import { Plain } from "../../text/SafeText";
 import { visible } from "../../text/hostile";
 import { fate, type Filling, level, METRIC, type RewardScale, SQUARES, squareValue } from "./squares";
-import type { Group, GroupSample } from "./types";
+import type { Group, GroupSample } from "../../types";
 
 const ROW = 20;
 

@@ -1,32 +1,19 @@
+import { max, mean, median, sum } from "d3-array";
 import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
 import { place } from "../../state/url";
-import { pairs, startWords } from "./compare";
+import { type Pair, pairs, startWords } from "./compare";
 import { completion } from "./conversation";
+import { type Column, Facts, type Row, Table } from "../../shell/Table";
 import { visible } from "../../text/hostile";
 import { Plain } from "../../text/SafeText";
 import { timeAddress } from "./select";
-import { fate, gini, median, type RewardScale } from "./squares";
+import { fate, gini, type RewardScale } from "./squares";
 import { ratio, tokensOf } from "./tokens";
-import type { Detail, Group, SampleRow } from "./types";
-
-type Row = [string, React.ReactNode];
-
-export function Rows({ rows }: { rows: readonly Row[] }) {
-  return (
-    <dl className="kv">
-      {rows.map(([name, value]) => (
-        <div key={name}>
-          <dt className="cut" title={visible(name)}>{visible(name)}</dt>
-          <dd>{typeof value === "string" ? visible(value) : value}</dd>
-        </div>
-      ))}
-    </dl>
-  );
-}
+import type { Group, Sample, SampleNumbers } from "../../types";
 
 /** Returns the policy versions that a sample was generated with: `3`, or `3 to 4`. */
-export function versionRange({ start_version: start, end_version: end }: SampleRow): string {
+export function versionRange({ start_version: start, end_version: end }: SampleNumbers): string {
   return start === end ? number(start) : `${number(start)} to ${number(end)}`;
 }
 
@@ -37,13 +24,13 @@ interface Interval {
 }
 
 /** The time to the first token of a sample's first request; no row if its engine did not report it. */
-export function firstTokenRows(detail: Detail): [string, string][] {
+export function firstTokenRows(detail: Sample): [string, string][] {
   const [first, ...others] = (detail.spans ?? []).filter((span) => span.first_token_seconds !== null);
   return first ? [[others.length > 0 ? "first token, turn 1" : "first token after", `${number(first.first_token_seconds, 3)} s`]] : [];
 }
 
 /** Time of a sample, as far as the record has it. */
-export function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
+export function timing(detail: Sample): { intervals: Interval[]; whole: number } | null {
   const { started_at: start, generated_at: generated, finished_at: end } = detail;
   if (start === null || end === null) return null;
   const spans = detail.spans ?? [];
@@ -75,53 +62,41 @@ export function timing(detail: Detail): { intervals: Interval[]; whole: number }
 }
 
 /** Differences of the logprobs of trainer and engine. An answer may have more tokens than a call takes arguments. */
-function mismatchOf(detail: Detail): { sum: number | null; ratio: number; tokens: number; mean: number; largest: number; outside: number } {
+function mismatchOf(detail: Sample): { sum: number | null; ratio: number; tokens: number; mean: number; largest: number; outside: number } {
   const sampled = detail.turns.flatMap(tokensOf).filter((token) => token.logprob !== null);
   const compared = detail.turns.flatMap(tokensOf).filter((token) => ratio(token) !== null);
   const gaps = compared.map((token) => Math.abs(token.trainerLogprob! - token.logprob!));
   return {
-    sum: sampled.length > 0 ? sampled.reduce((sum, token) => sum + token.logprob!, 0) : null,
-    ratio: Math.exp(compared.reduce((sum, token) => sum + token.trainerLogprob! - token.logprob!, 0)),
+    sum: sampled.length > 0 ? sum(sampled, (token) => token.logprob!) : null,
+    ratio: Math.exp(sum(compared, (token) => token.trainerLogprob! - token.logprob!)),
     tokens: gaps.length,
-    mean: gaps.reduce((sum, gap) => sum + gap, 0) / gaps.length,
-    largest: gaps.reduce((most, gap) => Math.max(most, gap), 0),
+    mean: mean(gaps) ?? 0,
+    largest: max(gaps) ?? 0,
     outside: compared.filter((token) => Math.abs(ratio(token)! - 1) > 0.1).length,
   };
 }
 
 /** The numbers of two samples beside each other. */
-function Both({ first, second }: { first: Detail; second: Detail }) {
+function Both({ first, second }: { first: Sample; second: Sample }) {
+  const columns: Column<Pair>[] = [
+    { head: "Both", className: "cut", title: (pair) => visible(pair.name), cell: (pair) => visible(pair.name) },
+    { head: first.sample_id, className: "r", title: (pair) => pair.first, cell: (pair) => pair.first },
+    { head: second.sample_id, className: "r", title: (pair) => pair.second, cell: (pair) => pair.second },
+  ];
   return (
     <section className="sec both">
-      <table>
-        <thead>
-          <tr>
-            <th>Both</th>
-            <th className="r">{first.sample_id}</th>
-            <th className="r">{second.sample_id}</th>
-          </tr>
-        </thead>
-        <tbody>
-          {pairs(first, second).map((pair) => (
-            <tr key={pair.name} className={pair.first === pair.second ? "same" : ""}>
-              <td className="cut" title={visible(pair.name)}>{visible(pair.name)}</td>
-              <td className="r" title={pair.first}>{pair.first}</td>
-              <td className="r" title={pair.second}>{pair.second}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table rows={pairs(first, second)} columns={columns} keyOf={(pair) => pair.name} row={(pair) => ({ className: pair.first === pair.second ? "same" : "" })} />
       <p className="d">{startWords(completion(first.turns), completion(second.turns))}</p>
     </section>
   );
 }
 
 interface NumbersProps {
-  detail: Detail;
+  detail: Sample;
   group: Group | null;
   scale: RewardScale;
   /** The sample beside this one. */
-  pinned?: Detail;
+  pinned?: Sample;
   /** When the run began; without it there is no link to the timeline. */
   origin?: number | null;
 }
@@ -141,88 +116,77 @@ export function Numbers({ detail, group, scale, pinned, origin = null }: Numbers
         <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage, 2)}</b></div>
         <div title={detail.eval_name ? `eval ${visible(detail.eval_name)}` : "mean reward of the group"}><span className="s f cut">{detail.eval_name ? "eval" : "group"}</span><b className={detail.eval_name ? "cut" : "big cut"}>{detail.eval_name ? visible(detail.eval_name) : number(group?.reward_mean, 2)}</b></div>
       </div>
-      <section className="sec">
-        <h2>Reward</h2>
-        <Rows
+      <Facts
+        title="Reward"
+        rows={[
+          ...Object.entries(detail.metrics).map(([name, value]): Row => [name, number(value)]),
+          ...(detail.penalty ? [["overlong penalty", number(-detail.penalty)] as Row] : []),
+          ...(group ? [["group std", number(group.reward_std)], ["group Gini", number(gini(rewards))]] as Row[] : []),
+          ...(group && group.status !== "kept" ? [["group", fate(group, scale)] as Row] : []),
+          ["status", status],
+          ["stopped by", detail.stop_reason ?? NONE],
+        ]}
+      />
+      {(Object.keys(detail.golden ?? {}).length > 0 || Object.keys(detail.tags ?? {}).length > 0) && (
+        <Facts
+          title="Gold"
+          note="tags"
           rows={[
-            ...Object.entries(detail.metrics).map(([name, value]): Row => [name, number(value)]),
-            ...(detail.penalty ? [["overlong penalty", number(-detail.penalty)] as Row] : []),
-            ...(group ? [["group std", number(group.reward_std)], ["group Gini", number(gini(rewards))]] as Row[] : []),
-            ...(group && group.status !== "kept" ? [["group", fate(group, scale)] as Row] : []),
-            ["status", status],
-            ["stopped by", detail.stop_reason ?? NONE],
+            ...Object.entries(detail.golden ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
+            ...Object.entries(detail.tags ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
+            ["environment", detail.environment],
           ]}
         />
-      </section>
-      {(Object.keys(detail.golden ?? {}).length > 0 || Object.keys(detail.tags ?? {}).length > 0) && (
-        <section className="sec">
-          <h2>Gold <span>tags</span></h2>
-          <Rows
-            rows={[
-              ...Object.entries(detail.golden ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
-              ...Object.entries(detail.tags ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
-              ["environment", detail.environment],
-            ]}
-          />
-        </section>
       )}
       {time && (
-        <section className="sec">
-          <h2>Time <span>{duration(time.whole)}</span></h2>
+        <Facts
+          title="Time"
+          note={duration(time.whole)}
+          rows={[
+            ...time.intervals.flatMap((part): Row[] => [[part.name, `${number(part.seconds, 3)} s`], ...(part.name === "prefill" ? firstTokenRows(detail) : [])]),
+            ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
+          ]}
+          after={origin !== null && <a className="link" href={timeAddress(place(), detail, detail.started_at!, detail.finished_at!, origin)}>Show on the timeline</a>}
+        >
           <div className="bar2" aria-hidden="true">
             {time.intervals.map((part) => <i key={part.name} style={{ width: `${(100 * part.seconds) / Math.max(time.whole, 1e-9)}%`, background: `var(--${part.color})` }} />)}
           </div>
-          <Rows
-            rows={[
-              ...time.intervals.flatMap((part): Row[] => [
-                [part.name, `${number(part.seconds, 3)} s`],
-                ...(part.name === "prefill" ? firstTokenRows(detail) : []),
-              ]),
-              ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
-            ]}
-          />
-          {origin !== null && <a className="link" href={timeAddress(place(), detail, detail.started_at!, detail.finished_at!, origin)}>Show on the timeline</a>}
-        </section>
+        </Facts>
       )}
-      <section className="sec">
-        <h2>Versions</h2>
-        <Rows
-          rows={[
-            ["sampled with", versionRange(detail)],
-            ["age", detail.age === null ? NONE : detail.age === 1 ? "1 step" : `${detail.age} steps`],
-            ["retries", number(detail.num_retries)],
-            ...Object.entries(detail.divergences).map(([kind, times]): Row => [`joins, ${kind.replaceAll("_", " ")}`, number(times)]),
-          ]}
-        />
-      </section>
+      <Facts
+        title="Versions"
+        rows={[
+          ["sampled with", versionRange(detail)],
+          ["age", detail.age === null ? NONE : detail.age === 1 ? "1 step" : `${detail.age} steps`],
+          ["retries", number(detail.num_retries)],
+          ...Object.entries(detail.divergences).map(([kind, times]): Row => [`joins, ${kind.replaceAll("_", " ")}`, number(times)]),
+        ]}
+      />
       {mismatch.sum !== null && (
-        <section className="sec">
-          <h2>Engine and trainer</h2>
-          <Rows
-            rows={[
-              ["sum of logprob", number(mismatch.sum, 3)],
-              ...((mismatch.tokens > 0 ? [
-                ["ratio of the answer", number(mismatch.ratio, 4)],
-              ["mean |difference|", number(mismatch.mean, 4)],
-              ["largest", number(mismatch.largest, 4)],
-                ["ratio outside 0.9 to 1.1", `${mismatch.outside} of ${mismatch.tokens}`],
-              ] : []) as Row[]),
-            ]}
-          />
-        </section>
-      )}
-      <section className="sec">
-        <h2>Length <span>tokens</span></h2>
-        <Rows
+        <Facts
+          title="Engine and trainer"
           rows={[
-            ["prompt", number(detail.prompt_tokens)],
-            ["this answer", number(detail.completion_tokens)],
-            ...(detail.environment_tokens ? [["from the environment", number(detail.environment_tokens)] as Row] : []),
-            ...(detail.wasted_tokens ? [["lost to failures", number(detail.wasted_tokens)] as Row] : []),
-            ...(lengths.length > 1 ? ([["group median", number(median(lengths))], ["group Gini", number(gini(lengths))]] as Row[]) : []),
+            ["sum of logprob", number(mismatch.sum, 3)],
+            ...((mismatch.tokens > 0 ? [
+              ["ratio of the answer", number(mismatch.ratio, 4)],
+            ["mean |difference|", number(mismatch.mean, 4)],
+            ["largest", number(mismatch.largest, 4)],
+              ["ratio outside 0.9 to 1.1", `${mismatch.outside} of ${mismatch.tokens}`],
+            ] : []) as Row[]),
           ]}
         />
-      </section>
+      )}
+      <Facts
+        title="Length"
+        note="tokens"
+        rows={[
+          ["prompt", number(detail.prompt_tokens)],
+          ["this answer", number(detail.completion_tokens)],
+          ...(detail.environment_tokens ? [["from the environment", number(detail.environment_tokens)] as Row] : []),
+          ...(detail.wasted_tokens ? [["lost to failures", number(detail.wasted_tokens)] as Row] : []),
+          ...(lengths.length > 1 ? ([["group median", number(median(lengths))], ["group Gini", number(gini(lengths))]] as Row[]) : []),
+        ]}
+      />
     </aside>
   );
 }

@@ -6,18 +6,18 @@ import { address, type Query, runPath } from "../../api";
 import { count, number, percent } from "../../format";
 import { Segments, Select } from "../../shell/controls";
 import { useKeys } from "../../shell/keys";
+import { type Column, Table } from "../../shell/Table";
 import { useRunColors } from "../../state/colors";
 import { useResource, useResources } from "../../state/resource";
 import { useRuns } from "../../state/run";
 import { elsewhere, format, setParams, useOthers, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { Clipped, Plain } from "../../text/SafeText";
-import type { Prompt, PromptMessage, Prompts as PromptPage } from "../../types";
+import type { Prompt, PromptMessage, Prompts as PromptPage, Samples } from "../../types";
 import { inLine, promptParts } from "./conversation";
 import { Squares } from "./GroupList";
 import { groupsOf, markOf, MARKS, PROMPT_SORTS, type PromptGroup, verdict } from "./prompts";
 import { fate, type Filling, type RewardScale } from "./squares";
-import type { SamplePage } from "./types";
 
 const ROW = 20;
 /** Limits on the prompts in the list, and on the answers on the page of one. */
@@ -97,33 +97,16 @@ interface GroupsProps {
 
 /** Lists the groups of one prompt: step, answers, mean reward and outcome. */
 export function PromptGroups({ groups, filling, scaleOf, selected, onSelect }: GroupsProps) {
-  return (
-    <table className="ans pg">
-      <thead>
-        <tr>
-          <th>step</th>
-          <th>answers</th>
-          <th className="r">reward</th>
-          <th className="wide">first answer</th>
-          <th>status</th>
-        </tr>
-      </thead>
-      <tbody>
-        {groups.map((one) => {
-          const isOpen = one.samples.some((sample) => sample.id === selected);
-          return (
-            <tr key={`${one.attempt}/${one.step}/${one.group}/${one.eval}`} className={isOpen ? "sel" : ""} onClick={() => onSelect(one, one.samples[0]!.id)}>
-              <td><button onClick={() => onSelect(one, one.samples[0]!.id)}>{one.eval ? `◇${count(one.step + 1)}` : count(one.step)}</button></td>
-              <td><Squares samples={one.samples} environment={one.environment} filling={filling} selected={selected} onSelect={(id) => onSelect(one, id)} /></td>
-              <td className="r">{number(one.reward_mean, 2)}</td>
-              <td className="wide m"><span className="cut"><Plain text={one.samples[0]!.completion} /></span></td>
-              <td className="s">{one.eval ? `eval ${visible(one.eval)}` : fate(one, scaleOf(one.environment))}</td>
-            </tr>
-          );
-        })}
-      </tbody>
-    </table>
-  );
+  const open = (one: PromptGroup) => onSelect(one, one.samples[0]!.id);
+  const columns: Column<PromptGroup>[] = [
+    { head: "step", cell: (one) => <button onClick={() => open(one)}>{one.eval ? `◇${count(one.step + 1)}` : count(one.step)}</button> },
+    { head: "answers", cell: (one) => <Squares samples={one.samples} environment={one.environment} filling={filling} selected={selected} onSelect={(id) => onSelect(one, id)} /> },
+    { head: "reward", className: "r", cell: (one) => number(one.reward_mean, 2) },
+    { head: "first answer", className: "wide", cell: (one) => <span className="cut m"><Plain text={one.samples[0]!.completion} /></span> },
+    { head: "status", className: "s", cell: (one) => (one.eval ? `eval ${visible(one.eval)}` : fate(one, scaleOf(one.environment))) },
+  ];
+  const isOpen = (one: PromptGroup) => one.samples.some((sample) => sample.id === selected);
+  return <Table className="ans pg" rows={groups} columns={columns} keyOf={(one) => [one.attempt, one.step, one.group, one.eval].join("/")} row={(one) => ({ className: isOpen(one) ? "sel" : "", onClick: () => open(one) })} />;
 }
 
 interface PromptProps {
@@ -136,7 +119,7 @@ interface PromptProps {
 
 /** Returns the answers of a prompt by step. */
 export function usePromptGroups(run: string, prompt: string | null | undefined, version: string) {
-  const rows = useResource<SamplePage>(prompt ? runPath(run, "samples") : null, { prompt: prompt ?? "", limit: MOST_ANSWERS, facets: false }, version);
+  const rows = useResource<Samples>(prompt ? runPath(run, "samples") : null, { prompt: prompt ?? "", limit: MOST_ANSWERS, facets: false }, version);
   return { ...rows, groups: useMemo(() => groupsOf(rows.data?.rows ?? []), [rows.data]) };
 }
 
@@ -162,6 +145,13 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
   if (error && !data) return <section className="p2 wide"><p className="none w">{error.message}</p></section>;
   if (!loading && groups.length === 0) return <section className="p2 wide"><p className="none d">The record of this run has no answer to this prompt.</p></section>;
   const curves = [...(own ? [{ color: colorOf(run), prompt: own }] : []), ...others.map((one) => ({ color: colorOf(one.run.id), prompt: one.prompt }))];
+  const inRuns: Column<(typeof others)[number]>[] = [
+    { head: "run", cell: (one) => <a className="link" href={format(elsewhere(place, { run: one.run.id }, { list: "prompts", prompt }))}><i className="dot" style={{ background: `var(${colorOf(one.run.id)})` }} />{visible(one.run.name || one.run.id)}</a> },
+    { head: "pass rate by step", cell: (one) => <Rates prompt={one.prompt} /> },
+    { head: "right", className: "r", cell: (one) => percent(one.prompt.pass_rate, 0) },
+    { head: "answers", className: "r", cell: (one) => count(one.prompt.n) },
+    { head: "first right", className: "r", cell: ({ prompt: { first_right: first } }) => (first === null ? "never" : first < 0 ? "before training" : `step ${count(first)}`) },
+  ];
   return (
     <section className="p2 wide" aria-label="Prompt">
       <div className="hd">
@@ -188,22 +178,7 @@ export function PromptPane({ run, prompt, version, filling, scaleOf }: PromptPro
         <div className="msg">
           <span>other runs</span>
           <div>
-            {others.length > 0 && (
-              <table className="inruns">
-                <thead><tr><th>run</th><th>pass rate by step</th><th className="r">right</th><th className="r">answers</th><th className="r">first right</th></tr></thead>
-                <tbody>
-                  {others.map((one) => (
-                    <tr key={one.run.id}>
-                      <td><a className="link" href={format(elsewhere(place, { run: one.run.id }, { list: "prompts", prompt }))}><i className="dot" style={{ background: `var(${colorOf(one.run.id)})` }} />{visible(one.run.name || one.run.id)}</a></td>
-                      <td><Rates prompt={one.prompt} /></td>
-                      <td className="r">{percent(one.prompt.pass_rate, 0)}</td>
-                      <td className="r">{count(one.prompt.n)}</td>
-                      <td className="r">{one.prompt.first_right === null ? "never" : one.prompt.first_right < 0 ? "before training" : `step ${count(one.prompt.first_right)}`}</td>
-                    </tr>
-                  ))}
-                </tbody>
-              </table>
-            )}
+            {others.length > 0 && <Table className="inruns" rows={others} columns={inRuns} keyOf={(one) => one.run.id} />}
             <p className="d">
               {found.some((one) => one.loading) ? "Searching other runs." : others.length === 0 ? (looked.length === 0 ? "There is no other run." : `None of ${count(looked.length)} other ${looked.length === 1 ? "run" : "runs"} has it.`) : ""}{" "}
               {looked.length < candidates.length && <button className="link" onClick={() => lookFurther(true)}>Look into {count(candidates.length - looked.length)} more</button>}

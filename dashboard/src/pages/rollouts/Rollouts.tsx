@@ -15,7 +15,7 @@ import { column, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
 import { parseStep, setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import { visible } from "../../text/hostile";
-import type { Value } from "../../types";
+import type { Group, Sample, SampleRow, Samples, Value } from "../../types";
 import { AnswerList, metricSorts, PAGE_ROWS, SORTS } from "./AnswerList";
 import { completion } from "./conversation";
 import { ConversationPane, type Folded, type Shown } from "./ConversationPane";
@@ -28,7 +28,6 @@ import { chosen, moveAnswer, moveGroup } from "./select";
 import { PromptList, PromptPane } from "./Prompts";
 import { Siblings } from "./Siblings";
 import { fillingBy, METRIC, rewardScales, type RewardScale, SQUARES } from "./squares";
-import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
 
@@ -83,10 +82,10 @@ export function Rollouts() {
   const samplesPath = runPath(run, "samples");
   // Below the groups of a step, only counts follow a live run.
   const samplesVersion = useThrottled(useVersion(run, "samples"), list === "answers" ? ANSWERS_MS : COUNTS_MS);
-  const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS, facets: false }, samplesVersion);
+  const page = useResource<Samples>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS, facets: false }, samplesVersion);
   // Counts take longer than rows: a new filter reads its rows first. The previous counts stay meanwhile, so that the facets
   // keep their place.
-  const counted = useResource<SamplePage>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
+  const counted = useResource<Samples>(page.data ? samplesPath : null, { ...query, limit: 0 }, samplesVersion);
   const counts = useKept(counted.data);
   const total = page.data?.total ?? counts?.total;
   // A filter answers soon: the rows before it stay until then. A search takes longer, and says so.
@@ -123,7 +122,7 @@ export function Rollouts() {
   const selected = sample || (list === "answers" ? page.data?.rows[0]?.sample_id : inGroups?.sample) || "";
   // A resumed run can have an answer of this name in each attempt.
   const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : groups.loading && step !== null ? null : (info?.info.attempt ?? 1));
-  const detail = useResource<Detail>(selected && attempt !== null ? runPath(run, "samples", attempt, selected) : null);
+  const detail = useResource<Sample>(selected && attempt !== null ? runPath(run, "samples", attempt, selected) : null);
   const kept = useKept(detail.data);
   const shownDetail = detail.data ?? (detail.loading ? kept : undefined);
   // In the list of all steps, the group of the shown answer comes from its own step.
@@ -131,7 +130,7 @@ export function Rollouts() {
   const own = useResource<Group[]>(ownStep === null ? null : runPath(run, "groups"), { step: ownStep });
   const [pinAttempt, pinId] = (params.pin ?? "").split("~");
   const isPinned = pinId === selected && Number(pinAttempt) === attempt;
-  const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
+  const pinned = useResource<Sample>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
 
   const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, prompt: null, ...more }, false);
   const selectRow = (row: SampleRow) => select(row.sample_id, { step: row.step < 0 ? null : String(row.step), attempt: String(row.attempt) });
@@ -187,7 +186,7 @@ export function Rollouts() {
   const others = [...new Set(all.map((one) => one.status))].filter((status) => status !== "kept").map((status) => `${count(all.filter((one) => one.status === status).length)} ${status}`);
   const fresh = live && newest !== null && step !== null ? newest - step : 0;
 
-  const siblings = (of: Detail) => <Siblings run={run} detail={of} group={group} filling={filling} scaleOf={scaleOf} version={samplesVersion} onSelect={(id) => select(id)} />;
+  const siblings = (of: Sample) => <Siblings run={run} detail={of} group={group} filling={filling} scaleOf={scaleOf} version={samplesVersion} onSelect={(id) => select(id)} />;
 
   return (
     <div className={`rollouts${params.prompt ? " one" : pinId ? " two" : ""}`}>
@@ -285,11 +284,11 @@ export function Rollouts() {
   );
 }
 
-function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], page: SamplePage | undefined): number | undefined {
+function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], page: Samples | undefined): number | undefined {
   return groups?.find((group) => group.samples.some((answer) => answer.id === id))?.attempt ?? [...rows, ...(page?.rows ?? [])].find((row) => row.sample_id === id)?.attempt;
 }
 
-function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.ReactNode }) {
+function Title({ detail, of, note }: { detail: Sample; of?: number; note: React.ReactNode }) {
   const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${visible(detail.eval_name)} after ${count(detail.step + 1)} steps` : `of step ${count(detail.step)}`;
   return (
     <span className="ttl">

@@ -1,13 +1,14 @@
 /** Lists, below a conversation, the other answers of its group and the answers to its prompt at other steps. */
 
 import { useState } from "react";
-import { count, NONE, number, signed } from "../../format";
+import { count, number, signed } from "../../format";
+import { type Column, Table } from "../../shell/Table";
 import { setParams } from "../../state/url";
 import { Plain } from "../../text/SafeText";
 import { Squares } from "./GroupList";
 import { openAnswer, PromptGroups, usePromptGroups } from "./Prompts";
 import type { Filling, RewardScale } from "./squares";
-import type { Detail, Group } from "./types";
+import type { Group, GroupSample, Sample } from "../../types";
 import { visible } from "../../text/hostile";
 
 /** Number of metrics beside each answer. The pane of numbers has the others. */
@@ -15,7 +16,7 @@ const MOST_METRICS = 3;
 
 interface SiblingsProps {
   run: string;
-  detail: Detail;
+  detail: Sample;
   group: Group | null;
   filling: Filling;
   scaleOf: (environment: string) => RewardScale;
@@ -55,35 +56,16 @@ function AllAnswers({ group, filling, selected, onSelect }: { group: Group; fill
   const texts = group.samples.some((one) => one.completion);
   const sums = group.samples.some((one) => one.logprob_sum !== null);
   const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, sums ? 1 : MOST_METRICS);
-  return (
-    <table className="ans">
-      <thead>
-        <tr>
-          <th colSpan={2}>{count(group.samples.length)} answers</th>
-          {texts && <th className="wide">text</th>}
-          <th className="r">reward</th>
-          <th className="r">advantage</th>
-          <th className="r">tokens</th>
-          {sums && <th className="r" title="Sum of the engine's logprobs of the tokens that the model sampled">sum logprob</th>}
-          {sums && <th className="r" title="Probability of the answer: trainer / engine, over the trained tokens">ratio</th>}
-          {names.map((name) => <th key={name} className="r cut" title={visible(name)}>{visible(name)}</th>)}
-        </tr>
-      </thead>
-      <tbody>
-        {group.samples.map((one) => (
-          <tr key={one.id} className={one.id === selected ? "sel" : ""} onClick={() => onSelect(one.id)}>
-            <td><Squares samples={[one]} environment={group.environment ?? ""} filling={filling} /></td>
-            <td><button className={one.id === selected ? "" : "d"} onClick={() => onSelect(one.id)}>{one.id}</button></td>
-            {texts && <td className="wide m"><span className="cut"><Plain text={one.completion} /></span></td>}
-            <td className="r">{number(one.reward)}</td>
-            <td className="r">{signed(one.advantage)}</td>
-            <td className="r">{number(one.length)}</td>
-            {sums && <td className="r">{one.logprob_sum === null ? NONE : number(one.logprob_sum, 2)}</td>}
-            {sums && <td className="r">{one.ratio === null ? NONE : number(one.ratio, 3)}</td>}
-            {names.map((name) => <td key={name} className="r">{number(one.metrics[name])}</td>)}
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
+  const columns: (Column<GroupSample> | false)[] = [
+    { cell: (one) => <Squares samples={[one]} environment={group.environment ?? ""} filling={filling} /> },
+    { head: `${count(group.samples.length)} answers`, cell: (one) => <button className={one.id === selected ? "" : "d"} onClick={() => onSelect(one.id)}>{one.id}</button> },
+    texts && { head: "text", className: "wide", cell: (one) => <span className="cut m"><Plain text={one.completion} /></span> },
+    { head: "reward", className: "r", cell: (one) => number(one.reward) },
+    { head: "advantage", className: "r", cell: (one) => signed(one.advantage) },
+    { head: "tokens", className: "r", cell: (one) => number(one.length) },
+    sums && { head: "sum logprob", hint: "Sum of the engine's logprobs of the tokens that the model sampled", className: "r", cell: (one) => number(one.logprob_sum, 2) },
+    sums && { head: "ratio", hint: "Probability of the answer: trainer / engine, over the trained tokens", className: "r", cell: (one) => number(one.ratio, 3) },
+    ...names.map((name): Column<GroupSample> => ({ head: visible(name), hint: visible(name), className: "r cut", cell: (one) => number(one.metrics[name]) })),
+  ];
+  return <Table className="ans" rows={group.samples} columns={columns.filter((column) => column !== false)} keyOf={(one) => one.id} row={(one) => ({ className: one.id === selected ? "sel" : "", onClick: () => onSelect(one.id) })} />;
 }

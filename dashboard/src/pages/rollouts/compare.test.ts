@@ -1,9 +1,9 @@
 import { expect, test } from "vitest";
 import { commonStart, pairs, startWords, wordDiff } from "./compare";
-import type { Detail } from "./types";
+import type { Sample } from "../../types";
 
-const detail = (more: Partial<Detail>): Detail =>
-  ({ reward: 0, advantage: null, status: "kept", reason: null, stop_reason: "stop", step: 3, age: 0, started_at: 1, finished_at: 3.5, metrics: {}, ...more }) as Detail;
+const detail = (more: Partial<Sample>): Sample =>
+  ({ reward: 0, advantage: null, status: "kept", reason: null, stop_reason: "stop", step: 3, age: 0, started_at: 1, finished_at: 3.5, metrics: {}, ...more }) as Sample;
 
 test("numbers stand in pairs, metrics of either sample among them", () => {
   const found = pairs(detail({ reward: 1, metrics: { a: 1 } }), detail({ advantage: 0.5, metrics: { b: 2 }, status: "discarded", reason: "zero_advantage" }));

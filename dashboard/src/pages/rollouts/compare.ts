@@ -1,15 +1,15 @@
 /** Two samples beside each other: their numbers in pairs, and where their answers begin to differ. */
 
 import { count, number, signed } from "../../format";
-import type { Detail } from "./types";
+import type { Sample } from "../../types";
 
-interface Pair {
+export interface Pair {
   name: string;
   first: string;
   second: string;
 }
 
-const ROWS: [name: string, text: (detail: Detail) => string][] = [
+const ROWS: [name: string, text: (detail: Sample) => string][] = [
   ["reward", (detail) => number(detail.reward)],
   ["advantage", (detail) => signed(detail.advantage, 2)],
   ["status", (detail) => detail.reason?.replaceAll("_", " ") ?? detail.status],
@@ -23,7 +23,7 @@ const ROWS: [name: string, text: (detail: Detail) => string][] = [
 ];
 
 /** Returns the numbers of two samples in pairs, the metrics of their environments among them. */
-export function pairs(first: Detail, second: Detail): Pair[] {
+export function pairs(first: Sample, second: Sample): Pair[] {
   const metrics = [...new Set([...Object.keys(first.metrics), ...Object.keys(second.metrics)])].sort();
   const rows = [...ROWS.slice(0, 2), ...metrics.map((name): (typeof ROWS)[number] => [name, (detail) => number(detail.metrics[name])]), ...ROWS.slice(2)];
   return rows.map(([name, text]) => ({ name, first: text(first), second: text(second) }));

@@ -1,8 +1,7 @@
 import { expect, test } from "vitest";
-import type { Prompt } from "../../types";
+import type { Prompt, SampleRow } from "../../types";
 import { groupsOf, markOf, verdict } from "./prompts";
 import { fillingBy, squareValue } from "./squares";
-import type { SampleRow } from "./types";
 
 const row = (step: number, group: number, reward: number | null, more: Partial<SampleRow> = {}) =>
   ({ attempt: 1, step, group_id: group, sample_id: `${group}-${reward}`, eval_name: null, environment: "e", status: "kept", reason: null, reward, advantage: null, completion_tokens: 5, metrics: {}, ...more }) as SampleRow;

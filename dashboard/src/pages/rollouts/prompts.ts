@@ -1,8 +1,8 @@
 /** Groups the answers of a prompt by step, and describes them in words. */
 
+import { mean } from "d3-array";
 import { count, percent } from "../../format";
-import type { Prompt } from "../../types";
-import type { GroupSample, SampleRow } from "./types";
+import type { GroupSample, Prompt, SampleRow } from "../../types";
 
 /** How often prompts were solved: the counts of a page of prompts by their names. */
 export const MARKS = ["total", "never", "sometimes", "always"] as const;
@@ -55,9 +55,6 @@ export function groupsOf(rows: readonly SampleRow[]): PromptGroup[] {
     if (status === "kept") [group.status, group.reason] = [status, null];
     group.samples.push({ id: row.sample_id, reward: row.reward, advantage: row.advantage, status, length: row.completion_tokens, logprob_sum: null, ratio: null, completion: row.completion ?? "", metrics: row.metrics });
   }
-  for (const group of groups.values()) {
-    const rewards = group.samples.map((sample) => sample.reward).filter((reward): reward is number => reward !== null);
-    if (rewards.length > 0) group.reward_mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  }
+  for (const group of groups.values()) group.reward_mean = mean(group.samples, (sample) => sample.reward) ?? null;
   return [...groups.values()].sort((a, b) => a.step - b.step || a.attempt - b.attempt || a.group - b.group);
 }

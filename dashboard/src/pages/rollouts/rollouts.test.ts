@@ -1,10 +1,9 @@
 import { expect, test } from "vitest";
-import { flightGroups } from "./flight";
+import { flightGroups } from "./InFlight";
 import { firstTokenRows, timing } from "./Numbers";
 import { answerAddress, chosen, moveAnswer, moveGroup, timeAddress } from "./select";
-import { fate, gini, level, median, rewardScale, rewardScales } from "./squares";
-import type { Environment } from "../../types";
-import type { Detail, Group } from "./types";
+import { fate, gini, level, rewardScale, rewardScales } from "./squares";
+import type { Environment, Group, Sample } from "../../types";
 
 const group = (id: number, rewards: number[]): Group => ({
   attempt: 1, id, environment: "e", prompt: "", status: "kept", reason: null, step: 0, reward_mean: null, reward_std: null,
@@ -63,7 +62,6 @@ test("the Gini coefficient follows the documented formula", () => {
   expect(gini([1, 1, 1, 1])).toBe(0);
   expect(gini([0, 0, 0, 1])).toBeCloseTo(0.75);
   expect(gini([-1, 0])).toBeCloseTo(0.5);
-  expect(median([3, 1, 2, 10])).toBe(2.5);
 });
 
 test("a discarded group says why in words", () => {
@@ -86,7 +84,7 @@ test("samples in flight stand with their group, the longest first", () => {
 test("the parts of a sample's time add up to it, with tools apart from their environment", () => {
   const span = (name: string, start: number, end: number, first: number | null = null) => ({ name, start, end, first_token_seconds: first });
   const spans = [span("queue", 0, 1), span("prefill", 1, 2, 1.5), span("decode", 2, 4), span("environment", 4, 7), span("tool", 4, 6), span("prefill", 7, 8, 0.5), span("decode", 8, 9)];
-  const detail = { started_at: 0, generated_at: 10, finished_at: 12, spans } as unknown as Detail;
+  const detail = { started_at: 0, generated_at: 10, finished_at: 12, spans } as unknown as Sample;
   const { intervals, whole } = timing(detail)!;
   expect(intervals.map((one) => [one.name, one.seconds])).toEqual([["queue", 1], ["prefill", 2], ["decode", 3], ["tools", 2], ["environment", 1], ["outside the engine", 1], ["reward", 2]]);
   expect(intervals.reduce((sum, one) => sum + one.seconds, 0)).toBe(whole);

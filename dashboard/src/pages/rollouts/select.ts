@@ -2,9 +2,9 @@
 
 import { neighbor } from "../../lists";
 import { elsewhere, format, type Place } from "../../state/url";
-import type { Detail, Group } from "./types";
+import type { Group, Sample } from "../../types";
 
-type Named = Pick<Detail, "attempt" | "sample_id" | "step" | "eval_name">;
+type Named = Pick<Sample, "attempt" | "sample_id" | "step" | "eval_name">;
 
 /** Steps of the ruler begin at 0; an eval before training has step -1. */
 const stepParam = (step: number | null): string => (step === null || step < 0 ? "" : String(step));

@@ -1,8 +1,7 @@
 /** A square is an answer: hollow is the lowest reward, full the highest. */
 
-import { extent, median as d3Median } from "d3-array";
-import type { Environment, Value } from "../../types";
-import type { Group } from "./types";
+import { extent, sum as total } from "d3-array";
+import type { Environment, Group, Value } from "../../types";
 import { visible } from "../../text/hostile";
 
 export interface RewardScale {
@@ -87,13 +86,10 @@ export function gini(values: readonly number[]): number | null {
   if (values.length === 0) return null;
   const lowest = Math.min(...values);
   const sorted = values.map((value) => value - Math.min(0, lowest)).sort((a, b) => a - b);
-  const sum = sorted.reduce((a, b) => a + b, 0);
+  const sum = total(sorted);
   if (sum === 0) return 0;
-  const ranked = sorted.reduce((total, value, i) => total + (i + 1) * value, 0);
-  return (2 * ranked) / (sorted.length * sum) - (sorted.length + 1) / sorted.length;
+  return (2 * total(sorted, (value, i) => (i + 1) * value)) / (sorted.length * sum) - (sorted.length + 1) / sorted.length;
 }
-
-export const median = (values: readonly number[]): number | null => d3Median(values) ?? null;
 
 /** The fate of a group in a word or two: why it was not trained. */
 export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, scale: RewardScale): string {

@@ -1,7 +1,7 @@
 /** Numbers of single tokens, and how the token view colors them. */
 
 import { replyParts } from "./conversation";
-import type { DetailTurn } from "./types";
+import type { Turn } from "../../types";
 
 export type TokenView = "surprise" | "ratio" | "entropy" | "mask" | "version";
 const TOKEN_VIEWS: readonly TokenView[] = ["surprise", "ratio", "entropy", "mask", "version"];
@@ -25,7 +25,7 @@ export function ratio(token: Token): number | null {
 const at = <T>(values: readonly T[] | null | undefined, i: number): T | null => values?.[i] ?? null;
 
 /** The tokens of a turn; none when the record kept no token of it. */
-export function tokensOf(turn: DetailTurn): Token[] {
+export function tokensOf(turn: Partial<Turn>): Token[] {
   const ids = turn.token_ids ?? null;
   const count = Math.max(ids?.length ?? 0, turn.logprobs?.length ?? 0, turn.tokens?.length ?? 0);
   return Array.from({ length: count }, (_, i) => {
@@ -65,18 +65,17 @@ export function tokenParts(tokens: readonly Token[], most: number): TokenPart[] 
   return parts;
 }
 
+/** What each view shows of a token. */
+const SHOWN: Record<TokenView, (token: Token) => number | boolean | null> = {
+  surprise: (token) => token.logprob,
+  ratio,
+  entropy: (token) => token.entropy,
+  mask: (token) => token.trained,
+  version: (token) => token.version,
+};
+
 /** The views that these tokens have numbers for. */
-export function availableViews(tokens: readonly Token[]): TokenView[] {
-  return TOKEN_VIEWS.filter((view) =>
-    tokens.some((token) => {
-      if (view === "surprise") return token.logprob !== null;
-      if (view === "ratio") return ratio(token) !== null;
-      if (view === "entropy") return token.entropy !== null;
-      if (view === "mask") return token.trained !== null;
-      return token.version !== null;
-    }),
-  );
-}
+export const availableViews = (tokens: readonly Token[]): TokenView[] => TOKEN_VIEWS.filter((view) => tokens.some((token) => SHOWN[view](token) !== null));
 
 /** Tokens more likely than this get no color, or all text would be tinted. */
 const QUIET_LOGPROB = -0.04;

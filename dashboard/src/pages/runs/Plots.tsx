@@ -1,7 +1,8 @@
 /** Plots the fields of the listed runs: a scatter plot of two, and parallel coordinates of settings and an outcome. */
 
-import { type ReactNode, useEffect, useRef, useState } from "react";
+import { type ReactNode, useState } from "react";
 import { setting } from "../../format";
+import { useSize } from "../../shell/size";
 import type { RunRow } from "../../types";
 import { visible } from "../../text/hostile";
 import { type Axis, axisOf } from "./axis";
@@ -24,18 +25,6 @@ const textOf = (column: Column, run: RunRow): string => {
   const value = column.value(run);
   return value === null ? "none" : typeof value === "number" ? write(column)(value) : value;
 };
-
-/** Returns the size of an element, and the ref to attach to it. */
-function useSize() {
-  const host = useRef<HTMLDivElement>(null);
-  const [size, setSize] = useState({ width: 0, height: 0 });
-  useEffect(() => {
-    const observer = new ResizeObserver(() => setSize({ width: host.current!.clientWidth, height: host.current!.clientHeight }));
-    observer.observe(host.current!);
-    return () => observer.disconnect();
-  }, []);
-  return { host, ...size };
-}
 
 /** A plot below a line of text about the run under the pointer or focus, or else about all runs. */
 function Plot({ words, choices, draw }: { words: ReactNode; choices: ReactNode; draw: (width: number, height: number) => ReactNode }) {

@@ -10,7 +10,6 @@ import { useTick } from "../../state/timing";
 import type { Project, Projects as ProjectList } from "../../types";
 import { visible } from "../../text/hostile";
 import { type Choice, choose, parseProject } from "./projects";
-import "./projects.css";
 
 const OPENED_MS = 1_000;
 const CLOSED_MS = 15_000;

@@ -13,9 +13,8 @@ import { useKeys } from "../../shell/keys";
 import { Menu } from "../../shell/Menu";
 import { useDocument } from "../../state/documents";
 import { useResource } from "../../state/resource";
-import { useLabels } from "../../state/labels";
+import { useLabels, useTags } from "../../state/labels";
 import { useLiveRuns } from "../../state/run";
-import { useTags } from "../../state/tags";
 import { useTick } from "../../state/timing";
 import { useRunColors } from "../../state/colors";
 import { compare, groupFields, groupRuns, groupTitle, type RunGroup, SEEDS, type Sortable } from "../../state/groups";
@@ -25,8 +24,7 @@ import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, f
 import { fieldName, matches, parseFilter, renameField, toggleTerm, unknownFields, valueOf } from "./filter";
 import { PlotView, usePlotFields, useView, ViewChoice } from "./PlotView";
 import { ProjectsButton, ProjectsDialog } from "./Projects";
-import { RenameDialog } from "./RenameDialog";
-import { TagDialog } from "./TagDialog";
+import { RenameDialog, TagDialog } from "./RunDialogs";
 import { visible } from "../../text/hostile";
 import "./runs.css";
 
@@ -39,6 +37,16 @@ const MOST_OFFERED = 12;
 
 /** A line of the table. */
 type Line = { group: RunGroup; run?: undefined } | { run: RunRow; group?: RunGroup };
+
+/** What a button or a key does with the chosen runs, and why it cannot. */
+interface Action {
+  key: string;
+  title: string;
+  does: string;
+  problem?: string;
+  pressed?: boolean;
+  run: () => void;
+}
 
 const keyOf = (line: Line): string => (line.run ? line.run.id : line.group.key);
 
@@ -151,22 +159,26 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
     virtual.scrollToIndex(next);
   };
   const open = (line: Line | undefined) => line && (line.run ? go(link(line.run.id)) : fold(line.group.key));
+  const few = single ? "" : "Choose one run";
+  const actions: Action[] = [
+    { key: "c", title: "Draw in Metrics", does: "draw the selected runs in Metrics", run: () => leave("metrics") },
+    { key: "d", title: "Compare config and code", does: "compare config and code of the selected runs", problem: picked.length < 2 ? "Choose two or more runs" : "", run: () => leave("compare") },
+    { key: "t", title: "Tags", does: "tags of the selected runs", run: () => setOpened("tags") },
+    { key: "r", title: "Rename", does: "rename the selected run", problem: few, run: () => setOpened("name") },
+    { key: "a", title: areArchived ? "Unarchive" : "Archive", does: "archive the selected runs, or unarchive them", run: () => labels.archive(chosenRuns, !areArchived) },
+    { key: "b", title: "Baseline", does: "use the selected run as the baseline", problem: few, pressed: single !== undefined && single === baseline, run: () => setBaseline(single === baseline ? null : single!.id) },
+  ];
   useKeys("Runs", [
     { keys: ["j", "ArrowDown"], does: "next run", run: () => move(1) },
     { keys: ["k", "ArrowUp"], does: "run before", run: () => move(-1) },
     { keys: ["Enter"], does: "open the run, fold the group", run: () => open(lines[at]) },
     { keys: ["x"], does: "choose the run or the group", run: () => lines[at] && pick(membersOf(lines[at]), !isPicked(lines[at])) },
-    { keys: ["c"], does: "draw the selected runs in Metrics", run: () => leave("metrics") },
-    { keys: ["d"], does: "compare config and code of the selected runs", run: () => picked.length > 1 && leave("compare") },
-    { keys: ["t"], does: "tags of the selected runs", run: () => picked.length > 0 && setOpened("tags") },
-    { keys: ["r"], does: "rename the selected run", run: () => single && setOpened("name") },
-    { keys: ["a"], does: "archive the selected runs, or unarchive them", run: () => chosenRuns.length > 0 && labels.archive(chosenRuns, !areArchived) },
-    { keys: ["b"], does: "use the selected run as the baseline", run: () => single && setBaseline(single === baseline ? null : single.id) },
+    ...actions.map(({ key, does, problem, run }) => ({ keys: [key], does, run: () => picked.length > 0 && !problem && run() })),
   ]);
   const live = all.filter((run) => run.live).length;
   const sortedBy = sort.replace(/^-/, "");
   return (
-    <div className="runs">
+    <div className="page runs">
       <h1 className="vh">Runs</h1>
       <div className="toolbar">
         <Filter />
@@ -199,24 +211,11 @@ function Table({ list, ids, known, lost, openProjects }: { list: RunList; ids: s
           <b>
             {count(picked.length)} {picked.length === 1 ? "run" : "runs"} chosen
           </b>
-          <button className="btn" onClick={() => leave("metrics")} title="c">
-            Draw in Metrics
-          </button>
-          <button className="btn" disabled={picked.length < 2} onClick={() => leave("compare")} title={picked.length < 2 ? "Choose two or more runs" : "d"}>
-            Compare config and code
-          </button>
-          <button className="btn" onClick={() => setOpened("tags")} title="t">
-            Tags
-          </button>
-          <button className="btn" disabled={!single} onClick={() => setOpened("name")} title={single ? "r" : "Choose one run"}>
-            Rename
-          </button>
-          <button className="btn" onClick={() => labels.archive(chosenRuns, !areArchived)} title="a">
-            {areArchived ? "Unarchive" : "Archive"}
-          </button>
-          <button className="btn" disabled={!single} aria-pressed={single !== undefined && single === baseline} onClick={() => setBaseline(single === baseline ? null : single!.id)} title={single ? "b" : "Choose one run"}>
-            Baseline
-          </button>
+          {actions.map(({ key, title, problem, pressed, run }) => (
+            <button key={key} className="btn" disabled={Boolean(problem)} aria-pressed={pressed} onClick={run} title={problem || key}>
+              {title}
+            </button>
+          ))}
           <button className="link" onClick={() => setChosen([])}>
             Clear
           </button>

@@ -1,5 +1,6 @@
 /** Columns of the table of runs: those of every run, and any field that the server knows. */
 
+import { rollup } from "d3-array";
 import type { ReactNode } from "react";
 import { csv } from "../../charts/export";
 import { meanOf } from "../../charts/math";
@@ -55,8 +56,7 @@ const points = (share: number): string => signed(100 * share, 1);
 
 /** Returns how many of the runs are in each state: `2 training, 1 failed`. */
 function states(runs: RunRow[]): string {
-  const counted = new Map<string, number>();
-  for (const run of runs) counted.set(run.status, (counted.get(run.status) ?? 0) + 1);
+  const counted = rollup(runs, (equal) => equal.length, (run) => run.status);
   return [...counted].map(([status, n]) => (counted.size === 1 ? statusWord(status) : `${n} ${statusWord(status)}`)).join(", ");
 }
 

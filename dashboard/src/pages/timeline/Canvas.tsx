@@ -1,11 +1,11 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "react";
 import { duration } from "../../format";
+import { useSize } from "../../shell/size";
 import { useTheme } from "../../state/theme";
 import { visible } from "../../text/hostile";
 import { draw } from "./draw";
-import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt, stripeTop, THIN } from "./layout";
+import { ALERT_Y, AXIS, LABEL_WIDTH, RIGHT, rowAt, spanAt, stripeTop, THIN } from "./layout";
 import type { Scene } from "./scene";
-import { spanAt } from "./search";
 import { KINDS, kindOf, OUTCOMES } from "./spans";
 import { pan, timeLabel, zoom, type View } from "./viewport";
 
@@ -33,24 +33,14 @@ interface CanvasProps {
 
 /** The canvas of the timeline: draws once a frame, zooms at the pointer, pans by dragging. */
 export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps) {
-  const box = useRef<HTMLDivElement>(null);
+  const { host: box, ...size } = useSize();
+  useEffect(() => onSize(size.width, size.height), [size.width, size.height]);
   const canvas = useRef<HTMLCanvasElement>(null);
-  const [size, setSize] = useState({ width: 0, height: 0 });
   const [hover, setHover] = useState<{ x: number; hit: Hit | null } | null>(null);
   const latest = useRef({ scene, setView });
   latest.current = { scene, setView };
   const frame = useRef(0);
   const { dark } = useTheme();
-
-  useEffect(() => {
-    const observer = new ResizeObserver(() => {
-      const next = { width: box.current!.clientWidth, height: box.current!.clientHeight };
-      setSize(next);
-      onSize(next.width, next.height);
-    });
-    observer.observe(box.current!);
-    return () => observer.disconnect();
-  }, []);
 
   const paint = () => {
     cancelAnimationFrame(frame.current);
@@ -67,7 +57,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
       draw(context, latest.current.scene, size.width, size.height, box.current!.scrollTop);
     });
   };
-  useLayoutEffect(paint, [scene, size, dark]);
+  useLayoutEffect(paint, [scene, size.width, size.height, dark]);
   useEffect(() => () => cancelAnimationFrame(frame.current), []);
 
   const { view, layout, lanes, origin, now } = scene;

@@ -1,4 +1,5 @@
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useRef } from "react";
+import { useSize } from "../../shell/size";
 import { color, useTheme } from "../../state/theme";
 import type { GaugeSeries } from "../gauges";
 import { LABEL_WIDTH, MINIMAP, RIGHT } from "./layout";
@@ -18,16 +19,11 @@ interface MinimapProps {
 /** The whole run: slots in use above, waits of the trainer below, the view as a frame that can be dragged. */
 export function Minimap({ from, to, view, used, waits, setView, label }: MinimapProps) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  const [width, setWidth] = useState(0);
+  const { host, width } = useSize();
   const grab = useRef<number | null>(null);
   const { dark } = useTheme();
   const plot = Math.max(1, width - LABEL_WIDTH - RIGHT);
   const X = (time: number) => LABEL_WIDTH + (Math.min(Math.max(time, from), to) - from) / Math.max(to - from, 1e-9) * plot;
-  useEffect(() => {
-    const observer = new ResizeObserver(() => setWidth(canvas.current!.parentElement!.clientWidth));
-    observer.observe(canvas.current!.parentElement!);
-    return () => observer.disconnect();
-  }, []);
   useEffect(() => {
     const element = canvas.current!;
     const ratio = devicePixelRatio || 1;
@@ -55,7 +51,7 @@ export function Minimap({ from, to, view, used, waits, setView, label }: Minimap
   const timeAt = (x: number) => from + ((x - LABEL_WIDTH) / plot) * (to - from);
   const center = (time: number) => setView({ from: time - (view.to - view.from) / 2, to: time + (view.to - view.from) / 2 });
   return (
-    <div className="mini">
+    <div className="mini" ref={host}>
       <span className="lab">
         <b>{label}</b>
         <span className="f s">slots used, waits</span>

@@ -1,15 +1,15 @@
-import { group } from "d3-array";
+import { group, median, sum } from "d3-array";
 import { useMemo } from "react";
 import { runPath } from "../../api";
 import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
+import { Facts, Rows } from "../../shell/Table";
 import { place } from "../../state/url";
 import { visible } from "../../text/hostile";
 import { shortError } from "../gauges";
-import { firstTokenRows, Rows, versionRange } from "../rollouts/Numbers";
+import { firstTokenRows, versionRange } from "../rollouts/Numbers";
 import { answerAddress } from "../rollouts/select";
-import { median } from "../rollouts/squares";
-import type { Detail } from "../rollouts/types";
+import type { Sample } from "../../types";
 import { advice, type Around, meanPath, tableRows, verdict } from "./criticalPath";
 import type { StepPaths } from "./load";
 import { COLOR, type SpanColumns } from "./spans";
@@ -68,7 +68,7 @@ export function StepPanel({ read: { first, last, paths }, around, chosen, onFit 
 export const groupOf = (sample: string): string => sample.slice(0, sample.lastIndexOf("-"));
 
 /** Returns the seconds of a request by the name of their spans: as recorded, else of the spans in view. */
-function secondsOf(sample: string, detail: Detail | undefined, columns: SpanColumns | null): Map<string, number> {
+function secondsOf(sample: string, detail: Sample | undefined, columns: SpanColumns | null): Map<string, number> {
   const found = new Map<string, number>();
   const add = (name: string, seconds: number) => found.set(name, (found.get(name) ?? 0) + seconds);
   for (const span of detail?.spans ?? []) add(span.name, span.end - span.start);
@@ -83,12 +83,12 @@ function secondsOf(sample: string, detail: Detail | undefined, columns: SpanColu
 }
 
 /** Returns the calls of each sandbox by their operation: how many, their seconds, and how they failed. */
-export function sandboxRows(spans: Detail["sandbox_spans"]): [string, [string, string][]][] {
+export function sandboxRows(spans: Sample["sandbox_spans"]): [string, [string, string][]][] {
   return [...group(spans, (span) => span.sandbox ?? "not created")].map(([sandbox, own]) => [
     sandbox,
     [...group(own, (span) => span.name)].map(([name, calls]): [string, string] => {
       const errors = [...new Set(calls.flatMap((call) => (call.error ? [shortError(call.error)] : [])))];
-      const seconds = `${number(calls.reduce((sum, call) => sum + call.end - call.start, 0), 3)} s`;
+      const seconds = `${number(sum(calls, (call) => call.end - call.start), 3)} s`;
       return [calls.length > 1 ? `${name}, ${calls.length} calls` : name, [seconds, ...errors].join(", ")];
     }),
   ]);
@@ -114,7 +114,7 @@ interface RequestProps {
 
 /** The selected request and the others of its group. */
 export function RequestPanel({ run, sample, attempt, columns, running }: RequestProps) {
-  const { data: detail, error } = useResource<Detail>(running === null ? runPath(run, "samples", attempt, sample) : null);
+  const { data: detail, error } = useResource<Sample>(running === null ? runPath(run, "samples", attempt, sample) : null);
   const traced = useMemo(() => secondsOf(sample, detail, columns), [sample, detail, columns]);
   const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : NONE);
   const prompt = groupOf(sample);
@@ -131,11 +131,7 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
     ["reward", time("reward")],
   ];
   if (detail?.completion_tokens && decode > 0) rows.push(["tokens a second", number(detail.completion_tokens / decode)]);
-  if (detail) {
-    rows.push(["its reward", number(detail.reward)], ["advantage", signed(detail.advantage)]);
-    rows.push(["versions", versionRange(detail)]);
-    rows.push(["status", detail.status]);
-  }
+  if (detail) rows.push(["its reward", number(detail.reward)], ["advantage", signed(detail.advantage)], ["versions", versionRange(detail)], ["status", detail.status]);
   return (
     <>
       <section className="sec">
@@ -144,10 +140,7 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
         {detail && <p className="go"><a className="link" href={answerAddress(place(), detail)}>Read the answer</a></p>}
       </section>
       {detail && sandboxRows(detail.sandbox_spans).map(([sandbox, of]) => (
-        <section className="sec" key={sandbox}>
-          <h2>Sandbox <span className="m">{visible(sandbox)}</span></h2>
-          <Rows rows={of} />
-        </section>
+        <Facts key={sandbox} title="Sandbox" note={visible(sandbox)} rows={of} />
       ))}
       {mates.size > 1 && (
         <section className="sec">
@@ -164,7 +157,7 @@ export function RequestPanel({ run, sample, attempt, columns, running }: Request
               <circle key={id} cx={4 + (length / whole) * 270} cy="13" r="5" fill={id === sample ? "var(--ink)" : "var(--ground)"} stroke="var(--ink)" strokeWidth="1.2" />
             ))}
           </svg>
-          {middle !== null && middle > 0 && mates.has(sample) && <p className="d">{number(decode / middle, 1)} times the median of its group in view.</p>}
+          {middle !== undefined && middle > 0 && mates.has(sample) && <p className="d">{number(decode / middle, 1)} times the median of its group in view.</p>}
         </section>
       )}
     </>

@@ -10,7 +10,7 @@ import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useKept, useResource } from "../../state/resource";
 import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../../state/run";
-import { column, useSteps } from "../../state/steps";
+import { column, timesOf, useSteps } from "../../state/steps";
 import { useThrottled } from "../../state/timing";
 import { elsewhere, format, parseStep, place, setParams, type Range, usePlace, useRange } from "../../state/url";
 import type { GaugeName, InFlight, StepColumns } from "../../types";
@@ -19,8 +19,7 @@ import { alertMarks, outages } from "./alerts";
 import { Canvas, type Hit } from "./Canvas";
 import { tableRows, type CriticalPath } from "./criticalPath";
 import type { Gauge, Mark, PathNode, Scene } from "./scene";
-import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
-import { nextRequest } from "./search";
+import { AXIS, LABEL_WIDTH, layOut, nextRequest, RIGHT, type Layout } from "./layout";
 import { readForExport, useCriticalPaths, useSpans } from "./load";
 import { Minimap } from "./Minimap";
 import { buildLanes, COLOR, type Kind, type Lanes, OUTCOMES, type Outcome, type SpanColumns, withRunning } from "./spans";
@@ -94,19 +93,19 @@ export function Timeline() {
     if (view || !bounds || !steps || !info) return;
     const place = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
     if (place) setRaw({ from: origin + Number(place[1]), to: origin + Number(place[2]) });
-    else if (named !== null && inRange(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
-    else if (range) setRaw(fitRange(steps, range) ?? lastSeconds(bounds));
-    else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
+    else if (named !== null && inRange(named)) setRaw(fitted(steps, one(named)) ?? lastSeconds(bounds));
+    else if (range) setRaw(fitted(steps, range, RANGE_SIDE) ?? lastSeconds(bounds));
+    else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitted(steps, one(steps.step.at(-1) ?? 0)) ?? lastSeconds(bounds)));
   }, [view, bounds, steps, info]);
   // A step that is chosen elsewhere (ruler, [ ]) comes into view.
   useEffect(() => {
     if (!steps || !view || named === null) return;
-    const times = stepTimes(steps, named);
-    if (times && (times.end < view.from || times.start > view.to)) setRaw(fitStep(steps, named));
+    const times = viewOf(steps, one(named));
+    if (times && (times.to < view.from || times.from > view.to)) setRaw(fitted(steps, one(named)));
   }, [named]);
   useEffect(() => {
-    const fitted = steps && view && range && fitRange(steps, range);
-    if (fitted) setRaw(fitted);
+    const next = steps && view && range && fitted(steps, range, RANGE_SIDE);
+    if (next) setRaw(next);
   }, [range?.from, range?.to]);
   useEffect(() => {
     if (following && bounds && view) setRaw(follow(view, bounds.to));
@@ -129,9 +128,9 @@ export function Timeline() {
 
   const step = named ?? (steps && view ? stepInView(steps, view) : null);
   const inView = useMemo(() => (steps && view ? wholeSteps(steps, view) : null), [steps, view]);
-  const times = steps && named !== null ? stepTimes(steps, named) : null;
-  const fitted = times && view && view.from <= times.start && times.end <= view.to && (times.end - times.start) * SEVERAL > view.to - view.from;
-  const several = inView !== null && inView.number >= SEVERAL && !fitted;
+  const times = steps && named !== null ? viewOf(steps, one(named)) : null;
+  const isFitted = times && view && view.from <= times.from && times.to <= view.to && (times.to - times.from) * SEVERAL > view.to - view.from;
+  const several = inView !== null && inView.number >= SEVERAL && !isFitted;
   const critical = useCriticalPaths(run, several ? inView.first : step, several ? inView.last : step);
   const single = critical.read && critical.read.first === critical.read.last ? (critical.read.paths[0] ?? null) : null;
   const sample = params.sample ?? single?.last?.sample_id ?? "";
@@ -170,7 +169,7 @@ export function Timeline() {
   const hidden = new Set((params.hide ?? "").split(",")) as Set<Outcome>;
   const waits = useMemo(() => trainerWaits(steps), [steps]);
 
-  const fit = () => steps && step !== null && setRaw(fitStep(steps, step));
+  const fit = () => steps && step !== null && setRaw(fitted(steps, one(step)));
   const select = (hit: Hit | null) => {
     if (!hit) return setParams({ sample: null, attempt: null });
     if (hit.sample) setParams({ sample: hit.sample, attempt: null });
@@ -266,26 +265,22 @@ function extent(steps: StepColumns | null, used: GaugeSeries[] | undefined): Vie
 
 const lastSeconds = (bounds: View): View => ({ from: Math.max(bounds.from, bounds.to - FIRST_SECONDS), to: bounds.to });
 
-function stepTimes(steps: StepColumns, step: number): { start: number; end: number } | null {
-  const row = steps.step.lastIndexOf(step);
-  const [start, end] = [steps.started_at[row], steps.ended_at[row]];
-  return start != null && end != null ? { start, end } : null;
+const one = (step: number): Range => ({ from: step, to: step });
+
+/** The time of steps that have ended. */
+function viewOf(steps: StepColumns, range: Range): View | null {
+  const { start, end } = timesOf(steps, range);
+  return start === null || end === null ? null : { from: start, to: end };
 }
 
-/** A step with half of itself on both sides. */
-function fitStep(steps: StepColumns, step: number): View | null {
-  const times = stepTimes(steps, step);
-  if (!times) return null;
-  const side = Math.max(0.05, (times.end - times.start) * 0.75);
-  return { from: times.start - side, to: times.end + side };
-}
+/** Space beside a step, and beside a range of the ruler, as a share of their time. */
+const [STEP_SIDE, RANGE_SIDE] = [0.75, 0.02];
 
-/** All steps of a range of the ruler. */
-function fitRange(steps: StepColumns, { from, to }: Range): View | null {
-  const rows = steps.step.map((_, row) => row).filter((row) => steps.step[row]! >= from && steps.step[row]! <= to);
-  const [start, end] = [steps.started_at[rows[0] ?? -1], steps.ended_at[rows.at(-1) ?? -1]];
-  if (start == null || end == null) return null;
-  return { from: start - 0.02 * (end - start), to: end + 0.02 * (end - start) };
+/** The time of steps with space on both sides. */
+function fitted(steps: StepColumns, range: Range, share = STEP_SIDE): View | null {
+  const times = viewOf(steps, range);
+  const side = times && Math.max(0.05, (times.to - times.from) * share);
+  return times && { from: times.from - side!, to: times.to + side! };
 }
 
 /** Returns the first and last step that lie wholly in the view; null if none does. */

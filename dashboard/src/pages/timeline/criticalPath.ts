@@ -1,5 +1,6 @@
 /** What a step waited for: a partition of its time into named parts whose seconds add up to the step. */
 
+import { greatest, groups, max, mean, rollup, sum } from "d3-array";
 import { duration } from "../../format";
 import type { Outage } from "./alerts";
 import type { PathAnswer, PathSpan } from "../../types";
@@ -46,16 +47,7 @@ export function partition(from: number, to: number, intervals: readonly Interval
 
 /** Joins parts of one label, in the order in which they first occur. */
 export function total(parts: readonly Part[]): Part[] {
-  const byLabel = new Map<string, Part>();
-  for (const part of parts) {
-    const known = byLabel.get(part.label);
-    if (!known) byLabel.set(part.label, { ...part });
-    else {
-      known.seconds += part.seconds;
-      known.end = part.end;
-    }
-  }
-  return [...byLabel.values()];
+  return groups(parts, (part) => part.label).map(([, own]) => ({ ...own[0]!, seconds: sum(own, (part) => part.seconds), end: own.at(-1)!.end }));
 }
 
 /** Parts below this share of a step get no row of their own. */
@@ -66,8 +58,7 @@ export function tableRows(path: CriticalPath): Part[] {
   const rows = total(path.parts).filter((row) => row.seconds > 0);
   const small = rows.filter((row) => row.seconds < SMALL * (path.end - path.start) || row.label === REST);
   if (small.length < 2 && small[0]?.label !== REST) return rows;
-  const seconds = small.reduce((sum, row) => sum + row.seconds, 0);
-  const rest: Part = { label: small.length === 1 ? REST : "All else", kind: "other", seconds, start: path.end, end: path.end };
+  const rest: Part = { label: small.length === 1 ? REST : "All else", kind: "other", seconds: sum(small, (row) => row.seconds), start: path.end, end: path.end };
   return [...rows.filter((row) => !small.includes(row)), rest];
 }
 
@@ -136,12 +127,12 @@ export function criticalPath(
   const trainer = spans.filter((span) => span.component === "trainer" && span.end > start && span.start < end);
   const steps = trainer.filter((span) => span.name === "step" && span.step === step);
   // All ranks end together: the slowest is the one that began last.
-  const slowest = steps.reduce<StepSpan | null>((best, span) => (!best || span.start + span.end > best.start + best.end ? span : best), null);
+  const slowest = greatest(steps, (span) => span.start + span.end) ?? null;
   const ready = slowest ? Math.min(Math.max(slowest.start, start), end) : end;
   const done = slowest ? Math.min(slowest.end, end) : end;
 
   const finished = samples.filter((sample) => sample.finished_at !== null && sample.finished_at <= ready + 1e-3);
-  const newest = finished.reduce<StepSample | null>((best, sample) => (!best || sample.finished_at! > best.finished_at! ? sample : best), null);
+  const newest = greatest(finished, (sample) => sample.finished_at!);
   const last = newest && newest.finished_at! > start ? newest : null;
 
   const intervals: Interval[] = [];
@@ -182,8 +173,7 @@ export function criticalPath(
 
 function groupsReady(samples: readonly StepSample[], last: StepSample | null): CriticalPath["groupsReady"] {
   if (!last) return null;
-  const readyAt = new Map<number, number>();
-  for (const sample of samples) readyAt.set(sample.group_id, Math.max(readyAt.get(sample.group_id) ?? 0, sample.finished_at ?? 0));
+  const readyAt = rollup(samples, (own) => max(own, (sample) => sample.finished_at)!, (sample) => sample.group_id);
   const others = [...readyAt].filter(([group]) => group !== last.group_id).map(([, time]) => time);
   if (others.length === 0) return null;
   return { earlier: others.length, of: readyAt.size, seconds: last.finished_at! - Math.max(...others) };
@@ -191,8 +181,7 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
 
 /** Returns the path of the mean step: the seconds of each part divided by the number of steps. */
 export function meanPath(paths: readonly CriticalPath[]): CriticalPath {
-  const mean = (of: (path: CriticalPath) => number) => paths.reduce((sum, path) => sum + of(path), 0) / paths.length;
-  const [end, ready] = [mean((path) => path.end - path.start), mean((path) => path.ready - path.start)];
+  const [end, ready] = [wholeOf(paths), mean(paths, (path) => path.ready - path.start)!];
   const parts = paths.flatMap((path) =>
     path.parts.map((part): Part => {
       const early = part.end <= path.ready + 1e-9;
@@ -240,7 +229,7 @@ function causesOf(paths: readonly CriticalPath[], { outages, evals }: Around): C
     }
     if (!path.last || waited <= 0) continue;
     const most = (all: readonly { from: number; to: number }[]) => Math.max(0, ...all.map((one) => overlap(path.start, path.ready, one)));
-    const longest = rows.filter((row) => row.start < path.ready && !row.label.endsWith("began late")).sort((a, b) => b.seconds - a.seconds)[0];
+    const longest = greatest(rows.filter((row) => row.start < path.ready && !row.label.endsWith("began late")), (row) => row.seconds);
     const shared = evals.filter((one) => one.servers.some((server) => path.servers.includes(server)));
     const half = (path.ready - path.start) / 2;
     if (most(outages) > half) add("engine", waited);
@@ -251,7 +240,7 @@ function causesOf(paths: readonly CriticalPath[], { outages, evals }: Around): C
   return [...found].map(([name, seconds]) => ({ name, seconds })).sort((a, b) => b.seconds - a.seconds);
 }
 
-const wholeOf = (paths: readonly CriticalPath[]) => paths.reduce((sum, path) => sum + path.end - path.start, 0) / paths.length;
+const wholeOf = (paths: readonly CriticalPath[]) => mean(paths, (path) => path.end - path.start)!;
 
 const FOR: Partial<Record<Cause["name"], string>> = {
   rank: "for its last rank to begin",
@@ -283,11 +272,11 @@ const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 :
 const OWN: readonly Cause["name"][] = ["rank", "checkpoint", "weight sync"];
 
 /** Returns the seconds that a step waited for answers, whatever the causes. */
-const waitOf = (causes: readonly Cause[]) => causes.filter(({ name }) => !OWN.includes(name)).reduce((sum, one) => sum + one.seconds, 0);
+const waitOf = (causes: readonly Cause[]) => sum(causes, ({ name, seconds }) => (OWN.includes(name) ? 0 : seconds));
 
 /** Returns one sentence about what the steps waited for or spent their time on. */
 export function verdict(paths: readonly CriticalPath[], around: Around): string {
-  const mean = paths.length === 1 ? paths[0]! : meanPath(paths);
+  const path = paths.length === 1 ? paths[0]! : meanPath(paths);
   const it = paths.length === 1 ? "It" : "The mean step";
   const whole = wholeOf(paths);
   const causes = causesOf(paths, around);
@@ -300,17 +289,17 @@ export function verdict(paths: readonly CriticalPath[], around: Around): string 
     const waited = `${it} waited ${seconds(isMain ? named.seconds : waitOf(causes))}${paths.length > 1 ? ` of ${seconds(whole)}` : ""}`;
     return isMain ? `${waited} ${what}.` : `${waited} for answers, ${seconds(named.seconds)} of it ${what}.`;
   }
-  const most = total(mean.parts).filter((row) => row.start >= mean.ready).sort((a, b) => b.seconds - a.seconds)[0];
+  const most = greatest(total(path.parts).filter((row) => row.start >= path.ready), (row) => row.seconds);
   if (!most || whole <= 0) return "Nothing of this step was traced.";
   const share = Math.round((100 * most.seconds) / whole);
-  const wait = paths.length === 1 && (mean.ready - mean.start) / whole < 0.05 ? "Its batch was ready. " : "";
+  const wait = paths.length === 1 && (path.ready - path.start) / whole < 0.05 ? "Its batch was ready. " : "";
   return `${wait}${most.label} took ${seconds(most.seconds)}, ${share}\u2009% of ${paths.length === 1 ? "it" : "the mean step"}.`;
 }
 
 /** Returns the rank that delayed the steps most: "Rank 1 began late". */
 function late(paths: readonly CriticalPath[]): string {
   const rows = total(paths.flatMap((path) => path.parts)).filter((row) => row.label.endsWith("began late"));
-  return rows.sort((a, b) => b.seconds - a.seconds)[0]?.label ?? "A rank began late";
+  return greatest(rows, (row) => row.seconds)?.label ?? "A rank began late";
 }
 
 /** A second cause is named if it takes at least this share of a step. */

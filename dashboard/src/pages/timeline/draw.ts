@@ -143,14 +143,12 @@ function drawPath({ context, X, right, text }: Brush, path: readonly PathNode[])
       const x = X(at);
       if (x < LABEL_WIDTH || x > right || x - last < 18) continue;
       last = x;
-      context.fillStyle = color("--ground");
-      context.beginPath();
-      context.arc(x, node.y, 9.5, 0, 7);
-      context.fill();
-      context.fillStyle = color("--ink");
-      context.beginPath();
-      context.arc(x, node.y, 8, 0, 7);
-      context.fill();
+      for (const [radius, token] of [[9.5, "--ground"], [8, "--ink"]] as const) {
+        context.fillStyle = color(token);
+        context.beginPath();
+        context.arc(x, node.y, radius, 0, 7);
+        context.fill();
+      }
       text(String(n), x, node.y + 0.5, "--ground", "center", true);
     }
   }

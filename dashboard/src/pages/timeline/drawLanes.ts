@@ -35,13 +35,9 @@ export function drawOrchestrator({ context, X, right, text, rule, boxes }: Brush
     context.fillStyle = color(alert.quiet ? "--ink3" : "--warn");
     context.strokeStyle = color("--ground");
     context.lineWidth = 2;
-    context.beginPath();
-    context.moveTo(x, ALERT_Y - 5);
-    context.lineTo(x + 5, ALERT_Y + 4);
-    context.lineTo(x - 5, ALERT_Y + 4);
-    context.closePath();
-    context.stroke();
-    context.fill();
+    const triangle = new Path2D(`M${x} ${ALERT_Y - 5}l5 9h-10z`);
+    context.stroke(triangle);
+    context.fill(triangle);
   }
   const shown = batches.filter((mark) => mark.time >= view.from && mark.time <= view.to);
   shown.forEach((mark, i) => {
@@ -50,14 +46,7 @@ export function drawOrchestrator({ context, X, right, text, rule, boxes }: Brush
     context.fillStyle = color("--ink");
     // Diamonds that would touch are drawn as ticks.
     if (room < 12 && i + 1 < shown.length) context.fillRect(Math.round(x), 4, 1, 10);
-    else {
-      context.beginPath();
-      context.moveTo(x, 3);
-      context.lineTo(x + 5, 9);
-      context.lineTo(x, 15);
-      context.lineTo(x - 5, 9);
-      context.fill();
-    }
+    else context.fill(new Path2D(`M${x} 3l5 6l-5 6l-5-6z`));
     if (context.measureText(mark.label).width + 24 < room) text(mark.label, x + 10, 9, "--ink2");
   });
   rule(layout.orchestrator.height);

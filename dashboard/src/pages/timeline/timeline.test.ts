@@ -3,7 +3,7 @@ import type { Alert, InFlight } from "../../types";
 import { alertMarks, outages } from "./alerts";
 import { advice, criticalPath, type CriticalPath, meanPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
 import { boxesWithin, pixelBoxes } from "./pixels";
-import { nextRequest, spanAt } from "./search";
+import { nextRequest, spanAt } from "./layout";
 import { KINDS, buildLanes, kindOf, OUTCOMES, type SpanColumns, type Track, withRunning } from "./spans";
 import { sandboxRows } from "./StepPanel";
 import { traceEvents } from "./trace";
