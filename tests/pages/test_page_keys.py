@@ -210,3 +210,11 @@ def test_escape_closes_a_menu_before_it_does_anything_else(visitor: Visit):
     assert "step=3" in page.url
     page.keyboard.press("Escape")
     page.wait_for_url(lambda address: "step=3" not in address)
+
+
+def test_a_dialog_that_its_own_button_closes_gives_the_focus_back(visitor: Visit):
+    page = visitor.open("", {"chosen": "first"})
+    opener = page.get_by_role("button", name="Rename")
+    opener.click()
+    page.get_by_role("button", name="Close, Esc").click()
+    expect(opener).to_be_focused()

@@ -278,7 +278,7 @@ def test_compared_runs_show_the_settings_that_differ(visitor: Visit, runs: Path)
         row = rows(Run(runs / name), "select config_json from runs")[0]
         configs.append(json.loads(row["config_json"])["values"])
     differing = {key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)}
-    shown = page.get_by_role("table").locator("tbody tr td:first-child.m").all_inner_texts()
+    shown = page.get_by_role("table").locator("tbody tr td:first-child .m").all_inner_texts()
     assert set(shown) == differing
     for key in differing:
         cells = page.get_by_role("row", name=key).locator("td").all_inner_texts()
