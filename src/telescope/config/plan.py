@@ -9,7 +9,6 @@ Invariants: a server is never split over nodes; the bundles on a node never exce
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -87,7 +86,7 @@ class Placement:
 
     device: Literal["cpu", "cuda"]
     bundles: tuple[PlacedBundle, ...]
-    order: tuple[Role, ...] = ("inference", "trainer")
+    order: tuple[Role, ...]
     """The order in which the groups fit; reserved in the other order they may not."""
 
     @property
@@ -155,52 +154,51 @@ def _plan(config: TelescopeConfig, resources: ClusterResources, *, with_trainer:
     if not with_trainer:
         ranks = []
     _check_totals(config, resources, servers + ranks, device)
-    _check_single_bundles(config, resources, *servers[:1], *ranks[:1])
-    if device == "cuda" and config.share_gpus:
-        return _plan_shared(config, resources, servers, ranks)
-    _check_strict_strategies(config, resources, servers, ranks)
+    shares = device == "cuda" and config.share_gpus
+    if shares:  # server i and rank i are one bundle, placed by the servers' strategy
+        groups = [[replace(server, cpus=server.cpus + rank.cpus) for server, rank in zip(servers, ranks, strict=True)]]
+    else:
+        groups = [group for group in (servers, ranks) if group]
+
+    def size(group: list[Bundle]) -> tuple[bool, float, float]:
+        strategy = _strategy(config, group)
+        count = len(group) if strategy == "STRICT_PACK" else 1
+        return not strategy.startswith("STRICT"), -count * group[0].gpus, -count * group[0].cpus
+
     # Ray fills the groups one after the other. What must be on one node goes first, the largest first: that leaves the
     # fewest gaps. Where that order fails, the other one may still fit.
-    both = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
-
-    def size(group: tuple[list[Bundle], str]) -> tuple[bool, float, float]:
-        (first, *others), strategy = group
-        count = 1 + len(others) if strategy == "STRICT_PACK" else 1
-        return not strategy.startswith("STRICT"), -count * first.gpus, -count * first.cpus
-
-    groups = sorted((group for group in both if group[0]), key=size)
+    groups.sort(key=size)
     for order in (groups, groups[::-1]):
         free = _Free.of(resources)
-        parts = [_place(bundles, strategy, free) for bundles, strategy in order]
+        parts = [_place(group, _strategy(config, group), free) for group in order]
         if None not in parts:
-            placed = [item for part in parts for item in part or ()]
-            placed.sort(key=lambda item: (item.bundle.role != "inference", item.bundle.index))
-            return Placement(device, tuple(placed), tuple(bundles[0].role for bundles, _ in order))
+            placed = sorted((item for part in parts for item in part or ()), key=lambda item: item.bundle.index)
+            if shares:
+                sides = [zip(placed, side, strict=True) for side in (servers, ranks)]
+                placed = [replace(pair, bundle=bundle) for side in sides for pair, bundle in side]
+            placed.sort(key=lambda item: item.bundle.role)
+            return Placement(device, tuple(placed), tuple(group[0].role for group in order))
+    wanted, fixes = [], ["lower inference_num_workers or trainer_num_workers"]
+    for (first, *others), strategy in ((group, _strategy(config, group)) for group in groups):
+        field = f"ray_{first.role}_placement_strategy"
+        what = "pairs of a server and a trainer worker" if shares else f"{first.role} bundles"
+        wanted.append(
+            f"{1 + len(others)} {what}, each of {pluralize(first.gpus, 'GPU')} and {first.cpus:g} cores on one node, "
+            f'by {field} "{strategy}"'
+        )
+        fixes.append(f"lower ray_{first.role}_cpus_per_worker")
+        if strategy.startswith("STRICT"):
+            fixes.append(f'set {field} to "{strategy.removeprefix("STRICT_")}"')
+    if config.inference_tensor_parallel_size > 1:
+        fixes.append(f"lower inference_tensor_parallel_size, which is {config.inference_tensor_parallel_size}")
     raise PlacementError(
-        f"The {len(servers)} inference servers and {len(ranks)} trainer workers do not fit the nodes together, though "
-        f"the cluster has {resources.cpus:g} cores and {resources.gpus} GPUs in total "
-        f"({_describe_nodes(resources)}). Lower inference_num_workers or trainer_num_workers, or set "
-        "ray_inference_placement_strategy and ray_trainer_placement_strategy to PACK"
+        f"The nodes do not hold {' and '.join(wanted)}. They are: {_describe_nodes(resources)}. "
+        f"To fit them, {', or '.join(fixes)}"
     )
 
 
-def _plan_shared(
-    config: TelescopeConfig, resources: ClusterResources, servers: Sequence[Bundle], ranks: Sequence[Bundle]
-) -> Placement:
-    """Server i and rank i as one bundle, by the servers' strategy."""
-    joint = [replace(server, cpus=server.cpus + rank.cpus) for server, rank in zip(servers, ranks, strict=True)]
-    strategy = config.ray_inference_placement_strategy
-    placed = _place(joint, strategy, _Free.of(resources))
-    if placed is None:
-        raise PlacementError(
-            f"share_gpus puts {len(joint)} pairs of a server and a trainer worker on a GPU each, with "
-            f'{joint[0].cpus:g} CPU cores a pair, by ray_inference_placement_strategy "{strategy}", but the '
-            f"nodes are: {_describe_nodes(resources)}. Lower inference_num_workers and trainer_num_workers, "
-            "ray_inference_cpus_per_worker or ray_trainer_cpus_per_worker"
-            + (", or set ray_inference_placement_strategy to PACK" if strategy.startswith("STRICT") else "")
-        )
-    pairs = {pair.bundle.index: pair for pair in placed}
-    return Placement("cuda", tuple(replace(pairs[bundle.index], bundle=bundle) for bundle in (*servers, *ranks)))
+def _strategy(config: TelescopeConfig, group: Sequence[Bundle]) -> str:
+    return str(getattr(config, f"ray_{group[0].role}_placement_strategy"))
 
 
 def fitting_values(config: TelescopeConfig, machine: ClusterResources, *, with_trainer: bool = True) -> dict[str, Any]:
@@ -267,15 +265,11 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     gpus = sum(bundle.gpus for bundle in everything)
     packed = [sum(bundle.gpus for bundle in bundles) for bundles, strategy in groups if strategy == "STRICT_PACK"]
     size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus, *packed)
-    for count in range(-(-gpus // size) if size else 1, len(everything) + 1):
-        cluster = equal_nodes(count, NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes))
-        try:
-            plan_placement(config, cluster)
-        except PlacementError:
-            continue
-        return cluster
-    largest = NodeResources("assumed node", cpus, len(everything) * size, gpu_memory_bytes=gpu_memory_bytes)
-    return equal_nodes(len(everything), largest)
+    node = NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes)
+    counts = range(-(-gpus // size) if size else 1, len(everything) + 1)
+    clusters = (equal_nodes(count, node) for count in counts)
+    largest = equal_nodes(len(everything), replace(node, gpus=len(everything) * size))
+    return next((cluster for cluster in clusters if _fits(config, cluster)), largest)
 
 
 def least_node(config: TelescopeConfig, num_nodes: int, gpus: Sequence[int]) -> tuple[int, int]:
@@ -286,17 +280,20 @@ def least_node(config: TelescopeConfig, num_nodes: int, gpus: Sequence[int]) -> 
     workers = sum(bundle.cpus for bundles in bundles_of(config, "cpu") for bundle in bundles)
     total = math.ceil(workers + _rollout_cores(config))
 
-    def plan(cpus: int, gpus: int) -> bool:
-        return bool(plan_placement(config, equal_nodes(num_nodes, NodeResources("node", cpus, gpus))))
+    def nodes(cpus: int, gpus: int) -> ClusterResources:
+        return equal_nodes(num_nodes, NodeResources("node", cpus, gpus))
 
-    def fits(cpus: int, gpus: int) -> bool:
-        with contextlib.suppress(PlacementError):
-            return plan(cpus, gpus)
+    number = next((number for number in gpus if _fits(config, nodes(total, number))), gpus[-1])
+    plan_placement(config, nodes(total, number))  # raises if it does not fit
+    return number, next(n for n in range(-(-total // num_nodes), total + 1) if _fits(config, nodes(n, number)))
+
+
+def _fits(config: TelescopeConfig, resources: ClusterResources) -> bool:
+    try:
+        plan_placement(config, resources)
+    except PlacementError:
         return False
-
-    number = next((number for number in gpus if fits(total, number)), gpus[-1])
-    plan(total, number)  # raises if it does not fit
-    return number, next(cpus for cpus in range(-(-total // num_nodes), total + 1) if fits(cpus, number))
+    return True
 
 
 def equal_nodes(count: int, node: NodeResources) -> ClusterResources:
@@ -306,47 +303,41 @@ def equal_nodes(count: int, node: NodeResources) -> ClusterResources:
 def _check_totals(
     config: TelescopeConfig, resources: ClusterResources, bundles: Sequence[Bundle], device: Literal["cpu", "cuda"]
 ) -> None:
-    gpus = sum(bundle.gpus for bundle in bundles)
-    with_trainer = any(bundle.role == "trainer" for bundle in bundles)
     if device == "cuda" and not resources.gpus:
         raise PlacementError(
             'device is "cuda", but no GPU was found. Run it on a machine with GPUs, or set device to "cpu"; a dry run '
             "with --gpu-memory-gib 80 plans for a machine with such GPUs"
         )
-    cpus = sum(bundle.cpus for bundle in bundles)
-    if not with_trainer and (gpus > resources.gpus or cpus > resources.cpus + CPU_TOLERANCE):
-        raise PlacementError(
-            f"inference_num_workers is {config.inference_num_workers}, which needs {gpus} GPUs and {cpus:g} CPU "
-            f"cores, but the cluster has {_describe_nodes(resources)}. Lower inference_num_workers or "
-            "ray_inference_cpus_per_worker"
-        )
+    gpus, cpus = sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
+    roles = list(dict.fromkeys(bundle.role for bundle in bundles))
+    numbers = {f"{role}_num_workers": getattr(config, f"{role}_num_workers") for role in roles}
+    cores = {f"ray_{role}_cpus_per_worker": getattr(config, f"ray_{role}_cpus_per_worker") for role in roles}
+    workers = " and ".join(f"{name} is {number}" for name, number in numbers.items())
     if gpus > resources.gpus:
         raise PlacementError(
-            f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
-            f"{config.trainer_num_workers}, which needs {gpus} GPUs, but the cluster has {resources.gpus} "
-            f"({_describe_nodes(resources)}). {_lower_gpu_workers(config, resources.gpus)}"
+            f"{workers}, which needs {gpus} GPUs, but the cluster has {resources.gpus} ({_describe_nodes(resources)}). "
+            + _fewer_gpu_workers(config, resources.gpus, with_trainer="trainer" in roles)
         )
     if cpus > resources.cpus + CPU_TOLERANCE:
-        share = _usual_share(resources.cpus / (config.inference_num_workers + config.trainer_num_workers))
-        shares = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker"
+        share = _usual_share(resources.cpus / sum(numbers.values()))
         no_gpu = device == "cpu" and config.device == "auto"
         raise PlacementError(
             ("No GPU was found, so that everything would run on CPUs: " if no_gpu else "")
-            + f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
-            f"{config.trainer_num_workers}, which with ray_inference_cpus_per_worker "
-            f"{config.ray_inference_cpus_per_worker:g} and ray_trainer_cpus_per_worker "
-            f"{config.ray_trainer_cpus_per_worker:g} needs {cpus:g} CPU cores, but the cluster has "
-            f"{resources.cpus:g} ({_describe_nodes(resources)}). "
+            + f"{workers}, which with {' and '.join(f'{name} {number:g}' for name, number in cores.items())} needs "
+            f"{cpus:g} CPU cores, but the cluster has {resources.cpus:g} ({_describe_nodes(resources)}). "
             + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
-            + (f"{shares} to {share:g}, or lower " if share else "")
-            + "inference_num_workers or trainer_num_workers"
+            + (f"{' and '.join(cores)} to {share:g}, or lower " if share else "")
+            + " or ".join(numbers)
         )
 
 
-def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
+def _fewer_gpu_workers(config: TelescopeConfig, available: int, *, with_trainer: bool) -> str:
+    """Returns the fix for a run with too many workers on GPUs."""
     tensor_parallel = config.inference_tensor_parallel_size
     if config.share_gpus:
         return f"Lower both to {available}"
+    if not with_trainer:
+        return "Lower inference_num_workers"
     if available < tensor_parallel + 1:
         return (
             f"One server and one trainer worker need {tensor_parallel + 1} GPUs"
@@ -356,40 +347,6 @@ def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
     trainers = min(config.trainer_num_workers, available - tensor_parallel)
     inference = min(config.inference_num_workers, (available - trainers) // tensor_parallel * tensor_parallel)
     return f"Lower them, for example inference_num_workers to {inference} and trainer_num_workers to {trainers}"
-
-
-def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, server: Bundle, *ranks: Bundle) -> None:
-    most_gpus = max(node.gpus for node in resources.nodes)
-    most_cpus = max(node.cpus for node in resources.nodes)
-    if server.gpus > most_gpus:
-        raise PlacementError(
-            f"inference_tensor_parallel_size is {config.inference_tensor_parallel_size}, but the largest node has "
-            f"{most_gpus} GPUs, and one server cannot span nodes. Lower inference_tensor_parallel_size"
-        )
-    for bundle in (server, *ranks):
-        field = f"ray_{bundle.role}_cpus_per_worker"
-        if bundle.cpus > most_cpus + CPU_TOLERANCE:
-            raise PlacementError(
-                f"{field} is {getattr(config, field):g}, so one {bundle.role} bundle needs "
-                f"{bundle.cpus:g} CPU cores on one node, but the largest node has {most_cpus:g}. "
-                f"Lower {field}"
-            )
-
-
-def _check_strict_strategies(
-    config: TelescopeConfig, resources: ClusterResources, servers: Sequence[Bundle], ranks: Sequence[Bundle]
-) -> None:
-    for bundles, role in ((servers, "inference"), (ranks, "trainer")):
-        field = f"ray_{role}_placement_strategy"
-        strategy = getattr(config, field)
-        free = _Free.of(resources)
-        if bundles and strategy.startswith("STRICT") and _place(bundles, strategy, free) is None:
-            what = "on one node" if strategy == "STRICT_PACK" else "each on a node of its own"
-            raise PlacementError(
-                f'{field} is "{strategy}", which puts all {len(bundles)} {role} bundles {what}, but the nodes are: '
-                f"{_describe_nodes(resources)}. Lower {role}_num_workers, or set {field} to "
-                f'"{strategy.removeprefix("STRICT_")}"'
-            )
 
 
 @dataclass

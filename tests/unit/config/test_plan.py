@@ -145,15 +145,15 @@ CORES = {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus
         ({}, [(2, 0)], ["No GPU was found", "16 CPU cores", "has 2", "machine with GPUs", SHARES]),
         ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', "no GPU was found", '"cpu"']),
         ({"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1}, [(64, 4), (64, 4),
-         (64, 4)], ["inference_tensor_parallel_size is 8", "largest node has 4 GPUs"]),
-        (CORES, [(8, 0), (8, 0), (16, 0)], ["do not fit the nodes together",
-         "Lower inference_num_workers or trainer_num_workers"]),
-        (CORES, [(8, 0), (8, 0), (8, 0), (8, 0)], ["ray_trainer_cpus_per_worker is 12",
-         "Lower ray_trainer_cpus_per_worker"]),
+         (64, 4)], ["of 8 GPUs", "nodes of 64 cores and 4 GPUs", "lower inference_tensor_parallel_size, which is 8"]),
+        (CORES, [(8, 0), (8, 0), (16, 0)], ["The nodes do not hold 2 ",
+         "lower inference_num_workers or trainer_num_workers"]),
+        (CORES, [(8, 0), (8, 0), (8, 0), (8, 0)], ["12 cores on one node",
+         "lower ray_trainer_cpus_per_worker"]),
         ({"ray_inference_placement_strategy": "STRICT_SPREAD"}, [(64, 8)], ["STRICT_SPREAD",
-         "Lower inference_num_workers", '"SPREAD"']),
+         "lower inference_num_workers", 'to "SPREAD"']),
         ({"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6}, [(64, 4), (64, 4)],
-         ["STRICT_PACK", "Lower trainer_num_workers", '"PACK"']),
+         ["STRICT_PACK", "or trainer_num_workers", 'to "PACK"']),
     ],
 )  # fmt: skip
 def test_a_run_that_does_not_fit_names_the_field_to_lower(values, nodes, words):
@@ -214,7 +214,9 @@ def test_servers_alone_need_no_space_for_a_trainer():
     placement = plan_placement(wanted, node, with_trainer=False)
     assert {placed.bundle.role for placed in placement.bundles} == {"inference"}
     assert placement.order == ("inference",)
-    with pytest.raises(PlacementError, match=r"needs 4 GPUs and 16 CPU cores.*Lower inference_num_workers"):
+    with pytest.raises(
+        PlacementError, match=r"^inference_num_workers is 4, which needs 4 GPUs.*Lower inference_num_workers"
+    ):
         plan_placement(config(inference_num_workers=4), node, with_trainer=False)
 
 
@@ -225,7 +227,10 @@ def test_on_cpus_share_gpus_has_no_effect():
 
 @pytest.mark.parametrize(
     ("nodes", "words"),
-    [(((64, 1),), "Lower both to 1"), (((6, 2), (6, 0)), "pairs of a server and a trainer worker on a GPU each")],
+    [
+        (((64, 1),), "Lower both to 1"),
+        (((6, 2), (6, 0)), "2 pairs of a server and a trainer worker, each of 1 GPU and 6 cores"),
+    ],
 )
 def test_pairs_that_do_not_fit_name_what_to_lower(nodes, words):
     shared = config(inference_num_workers=2, trainer_num_workers=2, share_gpus=True, ray_trainer_cpus_per_worker=2)
@@ -238,7 +243,7 @@ def test_pairs_that_a_strategy_keeps_apart_name_the_strategy():
     strict = {"ray_inference_placement_strategy": "STRICT_SPREAD", "share_gpus": True}
     _, refusal = plan_or_refusal(config(inference_num_workers=2, trainer_num_workers=2, **strict), cluster((64, 8)))
     assert 'ray_inference_placement_strategy "STRICT_SPREAD"' in refusal
-    assert "set ray_inference_placement_strategy to PACK" in refusal
+    assert 'set ray_inference_placement_strategy to "SPREAD"' in refusal
 
 
 @pytest.mark.parametrize("together", ["inference", "trainer"])
