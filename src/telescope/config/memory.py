@@ -199,6 +199,7 @@ def _reduction(parameters: int, computed: int, ranks: int) -> int:
 
 ENGINE_WORKSPACE_BYTES = 2 * GIB  # vLLM's profiled peak of activations, and CUDA graphs
 SHARE_OF_CPU_MEMORY_FOR_KV = 0.25
+UNKNOWN_KV_CACHE_BYTES = 4 * GIB  # of a server on the CPU whose model's sizes are not known
 
 
 @dataclass(frozen=True)
@@ -272,37 +273,52 @@ def estimate_memory(
 
 def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memory: int | None) -> EngineMemory:
     tensor_parallel = config.inference_tensor_parallel_size
-    weights = -(-engine_weight_bytes(config, shape) // tensor_parallel)
+    weights = -(-_engine_weight_bytes(config, shape) // tensor_parallel)
     if config.lora_sync == "adapter":
         weights += _adapter_bytes(config, shape) // SUM_BYTES * DTYPE_BYTES[config.engine_dtype] // tensor_parallel
-    # KV heads are split over the workers, and repeated where there are fewer heads than workers.
-    share = max(shape.num_kv_heads // tensor_parallel, 1) / shape.num_kv_heads
-    per_token = int(shape.kv_bytes_per_token(config.engine_dtype) * share)
-    slots = config.max_num_seqs or config.lanes_per_server
-    all_slots_kv = slots * config.max_model_len * per_token
+    per_token = _kv_bytes_per_token(config, shape)
     longest = config.max_model_len * per_token
     overhead = ENGINE_WORKSPACE_BYTES if device == "cuda" else 0
     staging = 0
     kv_cache: int | None
     if device == "cpu":
-        # vLLM takes whole GiB on the CPU.
-        if config.inference_kv_cache_gib is not None:
-            kv_cache = math.ceil(config.inference_kv_cache_gib / tensor_parallel) * GIB
-        elif memory is None:
-            kv_cache = None
-        else:
-            kv_cache = math.ceil(min(all_slots_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
+        is_known = memory is not None or config.inference_kv_cache_gib is not None
+        kv_cache = cpu_kv_cache_gib(config, shape, memory or 0) * GIB if is_known else None
     else:
         staging = plan_staging(config, shape, memory).num_bytes
         room = None if memory is None else int(memory * config.gpu_memory_utilization) - weights - overhead
         kv_cache = None if room is None else max(room - staging, 0)
-    return EngineMemory(weights, staging, kv_cache, overhead, per_token, all_slots_kv, longest)
+    return EngineMemory(weights, staging, kv_cache, overhead, per_token, _num_sequences(config) * longest, longest)
+
+
+def cpu_kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory: int) -> int:
+    """Returns the whole GiB of KV cache that a worker of a server on the CPU takes of `memory` bytes.
+
+    A server's workers share the configured size, or else what all request slots need, at most a quarter of the memory.
+    """
+    workers = config.inference_tensor_parallel_size
+    if config.inference_kv_cache_gib is not None:
+        return math.ceil(config.inference_kv_cache_gib / workers)
+    wanted = UNKNOWN_KV_CACHE_BYTES / workers
+    if shape is not None:
+        wanted = _num_sequences(config) * config.max_model_len * _kv_bytes_per_token(config, shape)
+    return math.ceil(min(wanted, memory * SHARE_OF_CPU_MEMORY_FOR_KV / workers) / GIB)
+
+
+def _kv_bytes_per_token(config: TelescopeConfig, shape: ModelShape) -> int:
+    """Returns a worker's bytes. KV heads are split over workers, and repeated where there are fewer of them."""
+    heads = max(shape.num_kv_heads // config.inference_tensor_parallel_size, 1)
+    return shape.kv_bytes_per_token(config.engine_dtype) * heads // shape.num_kv_heads
+
+
+def _num_sequences(config: TelescopeConfig) -> int:
+    return config.max_num_seqs or config.lanes_per_server
 
 
 FP8_BLOCK_ELEMENTS = 128 * 128
 
 
-def engine_weight_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
+def _engine_weight_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
     """Bytes of the weights of one server, over all its workers."""
     item = DTYPE_BYTES[config.engine_dtype]
     if config.inference_quantization == "none":
@@ -341,8 +357,7 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     if memory is None or wanted:
         return StagingPlan(needed)
     without = int(memory * config.gpu_memory_utilization) - weights - ENGINE_WORKSPACE_BYTES
-    slots = config.max_num_seqs or config.lanes_per_server
-    all_slots_kv = slots * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
+    all_slots_kv = _num_sequences(config) * config.max_model_len * _kv_bytes_per_token(config, shape)
     if without - needed < min(all_slots_kv, without // 2):
         return StagingPlan(
             0,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,52 +172,62 @@ def files_in(folder: Path, where: str) -> ModelFiles:
     return ModelFiles(where, names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
 
 
+def read_config(model: str) -> Mapping[str, Any] | None:
+    """Returns the `config.json` of a folder, or of a name on the hub. None if there is none, or it cannot be read."""
+    try:
+        files = files_in(Path(model), model) if is_local_path(model) else _hub_files(model, ask_hub=True)
+        return files.read_object("config.json")
+    except (OSError, ConfigError, HubUnreachableError):
+        return None
+
+
 def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
     """Files of a hub repository, from the cache or the hub. The cache comes first."""
     try:
         import huggingface_hub
-        from huggingface_hub import errors
     except ImportError:
         raise HubUnreachableError("the hub cannot be asked without huggingface_hub installed") from None
-    try:
+    with _hub_errors(model, "its cache cannot be read"):
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    except errors.HFValidationError:
-        raise ConfigError(
-            f"model is {show(model)}, which is neither a folder here nor a hub identifier: those are letters, "
-            "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
-        ) from None
     if isinstance(cached, str):
         files = files_in(Path(cached).parent, f"the hub cache of {model}")
         if files.names & set(TOKENIZER_FILES):
             return files
     if not ask_hub:
         raise HubUnreachableError("the hub's cache does not hold it")
-    no_access = ConfigError(
-        f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the model's "
-        "page and log in with `hf auth login`, or choose another model"
-    )
-    try:
+    with _hub_errors(model, "it is not in the hub's cache, and the hub cannot be reached"):
         info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
-    except errors.GatedRepoError:
-        raise no_access from None
+
+    def read(name: str) -> str:
+        with _hub_errors(model, f"{name} cannot be downloaded"):
+            path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
+        return Path(path).read_text(encoding="utf-8")
+
+    names = frozenset(sibling.rfilename for sibling in info.siblings or [])
+    return ModelFiles(f"the hub repository {model}", names, read)
+
+
+@contextmanager
+def _hub_errors(model: str, problem: str) -> Iterator[None]:
+    """Raises the errors of huggingface_hub as `ConfigError`, or else as `HubUnreachableError` with `problem`."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError:
+        raise ConfigError(
+            f"model is {show(model)}, which is neither a folder here nor a hub identifier: those are letters, "
+            "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
+        ) from None
+    except errors.GatedRepoError:  # anyone may list the files of such a repository
+        raise ConfigError(
+            f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
+            "model's page and log in with `hf auth login`, or choose another model"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
             "in), and no such folder here. Check the spelling, or give a path"
         ) from None
     except Exception as error:  # every transport has exceptions of its own, and each means the same here
-        raise HubUnreachableError(
-            f"the hub cannot be reached ({type(error).__name__}), and it is not in its cache"
-        ) from None
-    names = frozenset(sibling.rfilename for sibling in info.siblings or [])
-
-    def read(name: str) -> str:
-        try:
-            path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
-        except errors.GatedRepoError:  # anyone may list the files of such a repository
-            raise no_access from None
-        except Exception as error:  # of the transport, as when the repository is listed
-            raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
-        return Path(path).read_text(encoding="utf-8")
-
-    return ModelFiles(f"the hub repository {model}", names, read)
+        raise HubUnreachableError(f"{problem} ({type(error).__name__})") from None

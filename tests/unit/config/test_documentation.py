@@ -69,8 +69,8 @@ def test_the_default_file_contains_exactly_the_defaults_for_any_yaml_reader():
     assert yaml.safe_load(default_yaml()) == defaults
 
 
-ONLY_CHECKED = {"megatron_global_batch_size"}
-"""Fields that may only have the value of another field."""
+ONLY_CHECKED = {"megatron_global_batch_size", "inference_kv_cache_gib"}
+"""A field that may only have the value of another field, and one that `memory.cpu_kv_cache_gib` resolves."""
 
 
 def test_every_field_that_works_is_read_by_the_code():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from huggingface_hub import constants
 from tests.model_folder import write_model_folder
 
 from telescope.config import TelescopeConfig, load_config
+from telescope.config.memory import cpu_kv_cache_gib
 from telescope.config.model_shape import ModelShape
+from telescope.config.model_source import read_config
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, LaunchCommand
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.launch import kv_cache_gib, launch_command, read_config, shape_of
+from telescope.inference.vllm.launch import launch_command, shape_of
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.start_log import hint_for
@@ -64,6 +67,7 @@ def given(command: LaunchCommand, name: str) -> Any:
 
 
 GPU: dict[str, Any] = {"on_cpu": False}
+FOUR: dict[str, Any] = {"inference_tensor_parallel_size": 4, "inference_num_workers": 4}
 TWO: dict[str, Any] = {"inference_tensor_parallel_size": 2, "inference_num_workers": 2}
 EAGER, CHUNKS, BATCH = "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"
 SLOTS, DTYPE, REMOTE = "--max-num-seqs", "--dtype", "--trust-remote-code"
@@ -191,12 +195,14 @@ def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path):
 
 def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory():
     fields = {"max_model_len": 1024, "max_tokens": 512, "inference_dtype": "float32", "max_num_seqs": 64}
-    shape = ModelShape(4, 128, 512, 4, 2, 32, 384, True)
-    per_token = 2 * 4 * 2 * 32 * 4
-    assert kv_cache_gib(config(**fields), shape, 2**40) == per_token * 1024 * 64 / 2**30
-    assert kv_cache_gib(config(**fields), shape, 2**26) == 2**26 / 4 / 2**30
-    assert kv_cache_gib(config(**fields, inference_kv_cache_gib=3), shape, 2**26) == 3
-    assert kv_cache_gib(config(**fields), None, 2**40) == 4.0
+    shape = ModelShape(400, 128, 512, 4, 2, 32, 384, True)
+    per_token = 2 * 400 * 2 * 32 * 4
+    for run, heads in ((config(**fields), 2), (config(**fields, **TWO), 1), (config(**fields, **FOUR), 1)):
+        workers = run.inference_tensor_parallel_size
+        assert cpu_kv_cache_gib(run, shape, 2**40) == math.ceil(per_token * heads / 2 * 1024 * 64 / 2**30)
+        assert cpu_kv_cache_gib(run, shape, 2**34) == 4 // workers
+        assert cpu_kv_cache_gib(run, None, 2**40) == 4 // workers
+    assert cpu_kv_cache_gib(config(**fields, inference_kv_cache_gib=3), shape, 2**26) == 3
 
 
 def test_shape_of_a_nested_and_of_an_absent_model():

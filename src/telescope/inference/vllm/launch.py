@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from telescope.config.memory import (
     GIB,
     EngineMemory,
     StagingPlan,
+    cpu_kv_cache_gib,
     estimate_memory,
     plan_staging,
 )
 from telescope.config.model_shape import ModelShape, known_shape
-from telescope.config.model_source import is_local_path
+from telescope.config.model_source import read_config
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.base import Address, LaunchCommand
@@ -267,10 +268,7 @@ def _environment(
         environment |= {
             "OMP_NUM_THREADS": str(min(threads, num_cores())),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
-            # Per worker, because each has its share of the heads.
-            "VLLM_CPU_KVCACHE_SPACE": str(
-                math.ceil(kv_cache_gib(config, shape) / config.inference_tensor_parallel_size)
-            ),
+            "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib(config, shape, memory_bytes())),
         }
         if config.inference_tensor_parallel_size == 1:
             # Runs the worker in the engine's process, as on a GPU: a server starts in two thirds of the time. vLLM uses
@@ -282,38 +280,9 @@ def _environment(
     return environment
 
 
-def shape_of(model: str, model_config: dict[str, Any] | None) -> ModelShape | None:
+def shape_of(model: str, model_config: Mapping[str, Any] | None) -> ModelShape | None:
     """Returns the shape of a model with this `config.json`. None if it is not known."""
     return known_shape(model) if model_config is None else ModelShape.from_config(model_config)
-
-
-def read_config(model: str) -> dict[str, Any] | None:
-    """Returns a model's `config.json`, for a hub id from the cache or the hub. None if there is none."""
-    path = Path(model) / "config.json"
-    if not is_local_path(model):
-        import huggingface_hub
-
-        try:
-            cached = huggingface_hub.try_to_load_from_cache(model, path.name)
-            path = Path(cached if isinstance(cached, str) else huggingface_hub.hf_hub_download(model, path.name))
-        except Exception:  # vLLM names the problem
-            return None
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory: int | None = None) -> float:
-    """Returns GiB of KV cache for a server on the CPU.
-
-    It is the configured size, or else enough for all request slots, but at most a quarter of the machine's memory. vLLM
-    accepts whole GiB only, so the caller rounds up.
-    """
-    if config.inference_kv_cache_gib is not None:
-        return config.inference_kv_cache_gib
-    ceiling = (memory or memory_bytes()) / 4 / GIB
-    if shape is None:
-        return min(4.0, ceiling)
-    sequences = config.max_num_seqs or config.lanes_per_server
-    return min(shape.kv_bytes_per_token(config.engine_dtype) * config.max_model_len * sequences / GIB, ceiling)
 
 
 LEAST_SHARE = 0.01
