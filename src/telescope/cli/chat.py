@@ -11,15 +11,15 @@ import socket
 import sys
 import threading
 import time
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from telescope.cli.main import CommandParser
+from telescope.cli.main import CommandParser, number
 from telescope.cluster.reaper import Reaper
 from telescope.config.machine import LOOPBACK
-from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.utils.text import CONTROL
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from telescope.orchestrator.eval_targets import EvalTarget
 
 STATUS_SECONDS = 0.5
+LEAST_TOP_P = 0.001  # vLLM refuses 0
 
 EPILOG = """examples:
   telescope chat runs/first                     the newest checkpoint of a run
@@ -52,9 +53,10 @@ def build_parser() -> CommandParser:
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
     parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and exit")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: that of the run, else 1")
-    parser.add_argument("--top-p", type=float, metavar="P", help="default: that of the run, else 1")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    of_run = "default: that of the run, else 1"
+    parser.add_argument("--temperature", type=number(float, 0, 2), metavar="T", help=of_run)
+    parser.add_argument("--top-p", type=number(float, LEAST_TOP_P, 1), metavar="P", help=of_run)
+    parser.add_argument("--max-tokens", type=number(int, 1), metavar="N", help="longest answer")
     return parser
 
 
@@ -63,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     from telescope.inference.chat import ChatSettings, Conversation, connect
 
     target = find_target(arguments.path, arguments.step)
-    _check_sampling(arguments)
     config = build_config(target, arguments.fields)
     stops = find_stops(config, target)
     with serving(config, target) as (url, key):
@@ -90,16 +91,6 @@ def find_target(path: str, step: int | None = None) -> EvalTarget:
     if step not in (None, target.step):
         raise UserError(f"--step is {step}, but {path} is one model, not a run with checkpoints. Leave --step out")
     return target
-
-
-def _check_sampling(arguments: argparse.Namespace) -> None:
-    for name, value, fits, bounds in (
-        ("--max-tokens", arguments.max_tokens, lambda n: n >= 1, "at least 1"),
-        ("--temperature", arguments.temperature, lambda t: 0 <= t <= 2, "from 0 to 2"),
-        ("--top-p", arguments.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1"),
-    ):
-        if value is not None and not fits(value):
-            raise ConfigError(f"{name} is {value:g}. Give a number {bounds}")
 
 
 def build_config(target: EvalTarget, fields: Sequence[str] = ()) -> TelescopeConfig:
@@ -189,7 +180,7 @@ def _answer(conversation: Conversation, question: str) -> None:
     pieces = conversation.ask(question)
     try:
         for piece in pieces:
-            print(printable(piece), end="", flush=True)
+            print(CONTROL.sub("", piece), end="", flush=True)  # a completion must not control the terminal
         if conversation.finish_reason == "length":
             print(" [cut: --max-tokens or the context is used up]", end="")
     except InfrastructureError as error:
@@ -198,11 +189,6 @@ def _answer(conversation: Conversation, question: str) -> None:
         pieces.close()  # type: ignore[attr-defined]
         print(" [stopped]", end="")
     print(flush=True)
-
-
-def printable(text: str) -> str:
-    """Removes control characters, so that a completion cannot control the terminal. Keeps tabs and line ends."""
-    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
 
 
 def _say(text: str) -> None:

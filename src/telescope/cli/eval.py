@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console, to_json_value
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
 from telescope.errors import UserError
+from telescope.utils.data import to_json_value
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:

@@ -27,12 +27,6 @@ from telescope.utils.text import user_path
 SUBMIT = {"slurm": ["sbatch"], "kuberay": ["kubectl", "create", "-f"], "skypilot": ["sky", "jobs", "launch", "-y"]}
 MOUNTED_CONFIG = "/etc/telescope/run.yaml"  # in KubeRay's pods
 DEFAULTS = {"cpu_nodes": 0, "memory": "64Gi", "accelerator": "H100", "retries": 3}
-FORMS = (
-    ("time", "slurm", r"(\d+-)?\d+(:\d\d){0,2}", "24:00:00"),
-    ("memory", "kuberay", r"\d+(\.\d+)?[KMGTPE]i?", "64Gi"),
-    ("spot", "kuberay", r"[^=]+=[^=]+", "KEY=VALUE"),
-)
-"""Options whose values the job's kind would refuse in another form: name, kind, pattern, example."""
 DRIVER_CPUS = 4  # in addition to servers and ranks: the driver, Ray's daemons and one or two rollout workers
 OPTIONS_OF_KINDS = (
     ("cpu-nodes", ("slurm",), "further nodes without GPUs, for rollout workers"),
@@ -104,9 +98,6 @@ def render(arguments: argparse.Namespace) -> str:
         raise ConfigError(
             "kuberay needs --image IMAGE, with Telescope, and --volume CLAIM, which is mounted for run_dir"
         )
-    for name, of_kind, pattern, example in FORMS:
-        if kind == of_kind and name in given and not re.fullmatch(pattern, given[name]):
-            raise ConfigError(f"--{name} is {given[name]!r}; {kind} needs a form such as {example}")
     run_dir = Path(folder).expanduser().absolute()
     if arguments.volume and run_dir.parent == Path("/"):
         raise ConfigError(f"--volume is mounted at the parent of run_dir, {str(run_dir)!r}. Add --run-dir /shared/NAME")

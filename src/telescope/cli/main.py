@@ -238,13 +238,14 @@ def _take_fields(arguments: list[str], own: Sequence[str]) -> list[str]:
     return fields
 
 
-def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """Returns the type of a flag that takes a finite number of at least `least`."""
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Returns the type of a flag that takes a finite number from `least` to `most`."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"it is {text}; set it to {least:g} or more")
+        if not least <= value <= most or value == math.inf:
+            bounds = f"{least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"it is {text}; set it to {bounds}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it for a text that is no number
@@ -262,17 +263,6 @@ def file_to_write(text: str) -> Path:
         problem = "is a folder" if path.is_dir() else "may not be written"
         raise argparse.ArgumentTypeError(f"{path} {problem}; name another file")
     return path
-
-
-def to_json_value(value: Any) -> Any:
-    """Returns a value that JSON can represent. NaN and infinity become null."""
-    if isinstance(value, dict):
-        return {str(key): to_json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json_value(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool) or value is None else str(value)
 
 
 def make_console() -> Console:

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser, to_json_value
+from telescope.cli.main import EXIT_FAILED, CommandParser
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, is_run
+from telescope.utils.data import to_json_value
 from telescope.utils.text import did_you_mean, plain, pluralize, user_path
 
 MAX_TERMINAL_ROWS = 500  # laid out in a second or two
@@ -100,9 +101,7 @@ def _why_no_run(name: str) -> str:
 def print_result(result: Result, form: str, out: TextIO) -> None:
     """Prints a result as `table`, `csv` or `json`."""
     if form == "json":
-        json.dump(
-            [{name: to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1
-        )
+        json.dump(to_json_value(result.to_dicts()), out, indent=1)
         out.write("\n")
     elif form == "csv":
         # Files get exact values. A terminal would interpret control sequences.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import shutil
 import sys
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from telescope.cli.main import CommandParser, make_console
+from telescope.cli.main import CommandParser, make_console, number
 from telescope.config import LoadedConfig, TelescopeConfig, load_config, model_checks
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.config.machine import local_resources, ray_cluster_is_configured
@@ -61,9 +60,8 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--all", action="store_true", help="with --dry-run: show also the fields that have their default"
     )
-    parser.add_argument(
-        "--gpu-memory-gib", type=_read_gib, metavar="N", help="with --dry-run: assume GPUs of N GiB each"
-    )
+    size = number(float, 1, LARGEST_GPU_GIB)
+    parser.add_argument("--gpu-memory-gib", type=size, metavar="N", help="with --dry-run: assume GPUs of N GiB each")
     parser.add_argument("--help", "-h", action="store_const", const="short", help="the most used fields")
     parser.add_argument("--help-all", dest="help", action="store_const", const="all", help="every field")
     return parser
@@ -122,20 +120,6 @@ def fit_to_machine(loaded: LoadedConfig) -> LoadedConfig:
 
     config, notes = preflight.fit_to_machine(loaded.config)
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
-
-
-def _read_gib(value: str) -> float:
-    """Parses the memory of one GPU in GiB."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= LARGEST_GPU_GIB:
-        raise ConfigError(
-            f"--gpu-memory-gib is {value!r}, but it is the GiB of one GPU, a number above 0 and at most "
-            f"{LARGEST_GPU_GIB:,}. Give one, as in --gpu-memory-gib 80"
-        )
-    return number
 
 
 def _train(loaded: LoadedConfig) -> int:

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console, to_json_value
+from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
 from telescope.config import LoadedConfig, load_config
 from telescope.tui.live import phases
+from telescope.utils.data import to_json_value
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:

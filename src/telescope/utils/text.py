@@ -14,14 +14,14 @@ LONGEST = 300  # characters in a line; an address, a port and a fix fit
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
 )
-# The last ones reorder a line, so that it displays other text than it contains.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Without tabs and line ends. The last ones reorder a line, so that it displays other text than it contains.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain(text: str) -> str:
     """Removes terminal escape sequences and all control characters except line ends."""
     lines = _ESCAPE.sub("", text).replace("\t", " ").splitlines()
-    return "\n".join(_CONTROL.sub("", line) for line in lines)
+    return "\n".join(CONTROL.sub("", line) for line in lines)
 
 
 def single_line(text: str | None) -> str:

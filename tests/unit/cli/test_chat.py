@@ -96,8 +96,10 @@ def test_questions_and_commands_are_read_from_standard_input(conversation, capsy
     assert third["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "third"}]
 
 
-def test_an_answer_cannot_control_the_terminal():
-    assert chat.printable("a\x1b[31m\tb\n\x07ü\x9b") == "a[31m\tb\nü"
+def test_an_answer_cannot_control_the_terminal(conversation, capsys, monkeypatch):
+    monkeypatch.setattr(FakeServer, "answer", "a\x1b[31m b\x07ü\x9b")
+    chat._answer(conversation, "first")
+    assert capsys.readouterr().out.startswith("a[31m bü ")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_an_answer_cannot_control_the_terminal():
     [
         (["/nowhere/model"], "/nowhere/model does not exist"),
         (["{folder}"], "has no complete checkpoint and no model"),
-        (["{folder}", "--temperature", "3"], "no complete checkpoint"),
+        (["{folder}", "--temperature", "3"], "--temperature: it is 3; set it to a number from 0 to 2"),
         ([], "required: path"),
         (["{folder}/model", "--step", "3"], "model is one model, not a run with checkpoints. Leave --step out"),
     ],
