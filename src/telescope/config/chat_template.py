@@ -1,11 +1,6 @@
-"""Compiles chat templates, and renders one in a process of its own.
-
-`render_problem` runs this file as a script, because a template may never end. Imports nothing of Telescope.
-"""
+"""Compiles chat templates, and tries one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -15,8 +10,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-RENDER_TIMEOUT_SECONDS = 20.0
-"""Two messages render in milliseconds; starting the process takes a second on a busy machine."""
+from telescope.utils.text import single_line
+
 QUESTION = "What is two plus two?"
 CONVERSATIONS = (
     [{"role": "user", "content": QUESTION}],
@@ -88,39 +83,16 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
-    """Returns why a valid template renders no prompt with these variables, as a predicate. None if it does."""
-    request = json.dumps({"template": template, "variables": variables})
-    # -P, because the modules beside this file must not hide others. Not -I: jinja2 may be on PYTHONPATH.
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", __file__], input=request, capture_output=True, text=True,
-            timeout=RENDER_TIMEOUT_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"did not render one question within {RENDER_TIMEOUT_SECONDS:.0f} s"
-    if done.returncode:
-        return f"raises an error: {done.stderr.strip()[-500:]}"
-    text: str = json.loads(done.stdout)
-    if not text.strip():
-        return "renders to nothing"
-    return None if QUESTION in text else f"leaves out what the user asks: it renders to {text[:200]!r}"
-
-
-def _main() -> int:
-    request = json.load(sys.stdin)
-    template = compile_template(request["template"])
+def render_problem(template: jinja2.Template, variables: Mapping[str, Any]) -> str | None:
+    """Returns why a template renders no prompt with these variables, as a predicate. None if it does."""
     problems = []
     for messages in CONVERSATIONS:
         try:
-            print(json.dumps(template.render(messages=messages, add_generation_prompt=True, **request["variables"])))
+            text = template.render(messages=messages, add_generation_prompt=True, **variables)
         except Exception as error:  # a template may raise whatever Python raises
-            problems.append(f"{type(error).__name__}: {error}")
-        else:
-            return 0
-    print(problems[0].splitlines()[0], file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(_main())
+            problems.append(f"raises an error: {single_line(f'{type(error).__name__}: {error}')}")
+            continue
+        if not text.strip():
+            return "renders to nothing"
+        return None if QUESTION in text else f"leaves out what the user asks: it renders to {text[:200]!r}"
+    return problems[0]

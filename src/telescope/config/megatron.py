@@ -281,8 +281,6 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
             f"megatron_context_parallel_size is {context}, but with megatron_tensor_parallel_size {tensor} a rank of "
             f"{config.model} has {heads}. Choose another size"
         )
-    if config.megatron_fp8:
-        _check_fp8(config, shape)
     if config.megatron_expert_parallel_size > 1 and not shape.num_experts:
         raise ConfigError(
             f"megatron_expert_parallel_size is {config.megatron_expert_parallel_size}, but {config.model} has no "
@@ -293,27 +291,6 @@ def check_division(config: TelescopeConfig, shape: ModelShape) -> None:
             f"megatron_sequence_parallel is false, but {config.model} has experts, which need it with "
             "megatron_tensor_parallel_size above 1. Set it to true"
         )
-
-
-def _check_fp8(config: TelescopeConfig, shape: ModelShape) -> None:
-    """Raises `ConfigError` for sizes that FP8 products do not take."""
-    tensor = config.megatron_tensor_parallel_size
-    all_heads = shape.num_heads + 2 * shape.num_kv_heads
-    sizes = {
-        "elements in a hidden state": shape.hidden_size,
-        "query elements on a rank": shape.num_heads * shape.head_dim // tensor,
-        "query, key and value elements on a rank": all_heads * shape.head_dim // tensor,
-    }
-    if shape.num_dense_layers():
-        sizes["MLP rows on a rank"] = shape.intermediate_size // tensor
-    if shape.num_experts:
-        sizes["rows in an expert"] = shape.expert_intermediate_size
-    for what, number in sizes.items():
-        if number % FP8_MULTIPLE:
-            raise ConfigError(
-                f"megatron_fp8 is true, but {config.model} has {number} {what}, which must be a multiple of "
-                f"{FP8_MULTIPLE}. Set megatron_fp8 to false, or change megatron_tensor_parallel_size"
-            )
 
 
 def _optimizer_bytes(config: TelescopeConfig, computed: int) -> int:

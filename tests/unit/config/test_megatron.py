@@ -1,7 +1,6 @@
 """A division of a model that is impossible is refused before anything starts, with the field to change."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,26 +88,6 @@ def test_fields_that_need_a_gpu_are_refused_without_one(field):
         check_gpu_fields(megatron(**{field: True}), "cpu")
     check_gpu_fields(megatron(**{field: True}), "cuda")
     check_gpu_fields(build({field: True}), "cpu")
-
-
-@pytest.mark.parametrize(
-    ("shape", "changes", "what"),
-    [
-        (replace(QWEN3_4B, hidden_size=2568), {}, "2568 elements in a hidden state"),
-        (replace(QWEN3_4B, intermediate_size=9736), {}, "9736 MLP rows on a rank"),
-        (replace(QWEN3_4B, head_dim=2), {TP: 4, SP: True}, "query, key and value elements on a rank"),
-        (replace(EXPERTS, expert_intermediate_size=776), {}, "776 rows in an expert"),
-    ],
-)
-def test_sizes_that_fp8_does_not_take_are_refused(shape, changes, what):
-    with pytest.raises(ConfigError, match=r"^megatron_fp8 is true") as error:
-        check_division(megatron(**{TE: True, FP8: True}, **changes), shape)
-    assert what in str(error.value)
-
-
-def test_fp8_takes_the_sizes_of_common_models():
-    for shape in (QWEN3_4B, EXPERTS):
-        check_division(megatron(**{TE: True, FP8: True}), shape)
 
 
 def test_the_estimate_knows_the_dtypes_of_the_precision_aware_optimizer():
