@@ -144,17 +144,15 @@ def hold_port(host: str, port: int, *, server: int, num_servers: int) -> socket.
 
     Raises `ConfigError` with the fix.
     """
+    require_port(host, port, server=server, num_servers=num_servers)
     # Not inherited by the server: the supervisor keeps the reservation through restarts.
     hold = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         hold.bind(_name(port))
-        problem = _bind_problem(host, port)
-    except OSError as error:
-        problem = IN_USE if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-    if problem is None:
-        return hold
-    hold.close()
-    raise ConfigError(_explain(host, port, problem, server, num_servers))
+    except OSError:
+        hold.close()
+        raise ConfigError(_explain(host, port, IN_USE, server, num_servers)) from None
+    return hold
 
 
 def require_port(host: str, port: int, *, server: int, num_servers: int) -> None:

@@ -62,25 +62,22 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
     run_dir = choose_run_dir(config)
     folder = choose_checkpoint_dir(config.checkpoint_dir, run_dir)
     model = report.shape.num_parameters * DTYPE_BYTES[config.model_dtype] if config.save_final_model else 0
-    disk = shutil.disk_usage(existing_parent(run_dir))
-    if disk.total and disk.free < model:  # what is no disk, such as /proc, has no size
-        raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, whose disk has {disk.free >> 20:,} MiB free, and the trained model takes "
-            f"{-(-model >> 20):,} MiB. Free some space, set run_dir to a folder of another disk, or set "
-            "save_final_model to false"
-        )
-    if not config.checkpoint_every:
-        return
-    needed, beside = checkpoint_bytes(config, report.shape), ""
-    if model and existing_parent(run_dir).stat().st_dev == existing_parent(folder).stat().st_dev:
-        beside = f", beside {_size(model)} for the trained model"
-    disk = shutil.disk_usage(existing_parent(folder))
-    if disk.total and disk.free < needed + (model if beside else 0):
-        raise ConfigError(
-            f"Checkpoints are written to {str(folder)!r}, whose disk has {_size(disk.free)} free, and one checkpoint "
-            f"takes about {_size(needed)}{beside}. Free some space, set checkpoint_dir to a folder of another disk, "
-            "set checkpoint_save_training_state to false, or set checkpoint_every to 0"
-        )
+    checkpoint = checkpoint_bytes(config, report.shape) if config.checkpoint_every else 0
+    smaller = "checkpoint_save_training_state to false, or checkpoint_every to 0"
+    used: dict[int, int] = {}
+    for field, place, size, what, fix in (
+        ("run_dir", run_dir, model, "the trained model", "save_final_model to false"),
+        ("checkpoint_dir", folder, checkpoint, "one checkpoint", smaller),
+    ):
+        parent = existing_parent(place)
+        disk, device = shutil.disk_usage(parent), parent.stat().st_dev
+        beside = f", beside {_size(used[device])} for the trained model" if size and used.get(device) else ""
+        used[device] = used.get(device, 0) + size
+        if size and disk.total and disk.free < used[device]:  # what is no disk, such as /proc, has no size
+            raise ConfigError(
+                f"{field} is {str(place)!r}, whose disk has {_size(disk.free)} free, and {what} takes about "
+                f"{_size(size)}{beside}. Free some space, set {field} to a folder of another disk, or set {fix}"
+            )
 
 
 def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:

@@ -183,31 +183,19 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"Set use_ppo_clip to false, or choose {names_where(lambda facts: not facts.holds_ratio)}",
     ),
     Rule(
-        ("use_tis", "use_ppo_clip", "ppo_clip_ref_logprobs"),
-        'cannot be combined with use_ppo_clip and ppo_clip_ref_logprobs "rollout": the importance ratio would count '
-        "twice",
-        lambda c: c.use_tis and c.use_ppo_clip and c.ppo_clip_ref_logprobs == "rollout",
-        lambda c: 'Set ppo_clip_ref_logprobs to "batch", or use_tis to false',
-    ),
-    Rule(
-        ("use_tis", "algorithm", "ppo_clip_ref_logprobs"),
-        f"cannot be combined with {names_where(lambda facts: facts.holds_ratio)} while ppo_clip_ref_logprobs is "
-        '"rollout": their losses already hold that importance ratio',
-        lambda c: c.use_tis and _facts(c).holds_ratio and c.ppo_clip_ref_logprobs == "rollout",
+        ("use_tis", "algorithm", "use_ppo_clip", "ppo_clip_ref_logprobs"),
+        f"cannot be combined with use_ppo_clip, {names_where(lambda facts: facts.holds_ratio)} while "
+        'ppo_clip_ref_logprobs is "rollout": the importance ratio would count twice',
+        lambda c: c.use_tis and c.ppo_clip_ref_logprobs == "rollout" and (c.use_ppo_clip or _facts(c).holds_ratio),
         lambda c: 'Set ppo_clip_ref_logprobs to "batch", or use_tis to false',
     ),
     Rule(
         ("advantage_norm", "algorithm"),
-        f'must be "batch" for {names_where(lambda facts: facts.advantage_norms == ("batch",))}',
-        lambda c: _facts(c).advantage_norms == ("batch",) and c.advantage_norm != "batch",
-        lambda c: 'Set advantage_norm to "batch", or choose another algorithm',
-        lambda c: "batch",
-    ),
-    Rule(
-        ("advantage_norm", "algorithm"),
-        f'must be "group" for {names_where(lambda facts: facts.advantage_norms == ("group",))}',
-        lambda c: _facts(c).advantage_norms == ("group",) and c.advantage_norm != "group",
-        lambda c: 'Set advantage_norm to "group", or choose another algorithm',
+        f'must be "batch" for {names_where(lambda facts: facts.advantage_norms == ("batch",))}, and "group" for '
+        f"{names_where(lambda facts: facts.advantage_norms == ('group',))}",
+        lambda c: c.advantage_norm not in _facts(c).advantage_norms,
+        lambda c: f'Set advantage_norm to "{_facts(c).advantage_norms[0]}", or choose another algorithm',
+        lambda c: _facts(c).advantage_norms[0],
     ),
     Rule(
         ("clip_ratio_c", "use_ppo_clip"),

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import socket
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +168,7 @@ def test_a_disk_without_space_for_the_trained_model_is_refused(monkeypatch, tmp_
     report = inspect_model(run)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000, total=2000))
     message = message_of(lambda config: model_checks.check_disk(config, report), run)
-    assert "whose disk has 0 MiB free, and the trained model takes 1 MiB. Free" in message
+    assert "and the trained model takes about 1 MiB. Free" in message
     assert "save_final_model to false" in message
     model_checks.check_disk(run.replace(save_final_model=False), report)
 
@@ -215,13 +214,6 @@ def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, wor
     assert words in message
 
 
-def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr("telescope.config.chat_template.RENDER_TIMEOUT_SECONDS", 1.0)
-    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
-    message = message_of(check_rendering, config(chat_template=f"{loops}x"))
-    assert message.startswith("chat_template did not render one question within 1 s")
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -232,15 +224,6 @@ def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
 )
 def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
     check_rendering(config(chat_template=template))
-
-
-def test_a_template_is_rendered_with_packages_that_only_pythonpath_has(monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    monkeypatch.setattr("sys.executable", str(python))
-    check_rendering(config(chat_template="{{ messages | tojson }}"))
 
 
 def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
