@@ -129,8 +129,6 @@ def explain(console: Console, name: str) -> None:
         place = f"a key of each entry of {entries}"
         _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=place))
         return
-    if dot and entries in {field.name for field in describe_all()}:
-        raise UserError(f"{entries} has no keys in the schema; `telescope config explain {entries}` explains it")
     for section in SECTIONS:
         if section.TITLE.lower() == name.strip().lower():
             print_sections(console, [section])

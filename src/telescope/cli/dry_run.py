@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import datetime
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -239,9 +240,7 @@ def _print_memory(
         table.add_column("", justify="right", no_wrap=True)
     trainer_rows = _trainer_rows(config, estimate.trainer, report.shape.num_layers)
     engine_rows = _engine_rows(config, estimate.engine)
-    for index in range(max(len(trainer_rows), len(engine_rows))):
-        left = trainer_rows[index] if index < len(trainer_rows) else ("", "")
-        right = engine_rows[index] if index < len(engine_rows) else ("", "")
+    for left, right in zip_longest(trainer_rows, engine_rows, fillvalue=("", "")):
         table.add_row(*left, *right)
     console.print(table)
     if memory is None and placement.device == "cuda":

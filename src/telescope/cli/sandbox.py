@@ -53,7 +53,7 @@ def build_parser() -> CommandParser:
     )  # fmt: skip
     shell.add_argument("--image", default="", help="image, or for local a folder with a root file system")
     shell.add_argument("--memory-mb", type=int, default=2048, help="memory (default: 2048)")
-    shell.set_defaults(func=run_shell)
+    shell.set_defaults(func=lambda arguments: asyncio.run(run_shell(arguments)))
     return parser
 
 
@@ -78,12 +78,8 @@ def run_reap(arguments: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def run_shell(arguments: argparse.Namespace) -> int:
+async def run_shell(arguments: argparse.Namespace) -> int:
     """Runs typed commands in a sandbox. Returns the last command's exit code."""
-    return asyncio.run(_shell(arguments))
-
-
-async def _shell(arguments: argparse.Namespace) -> int:
     provider = get_provider(arguments.provider)
     handle: SandboxHandle | None = None
     folder: str | None = None

@@ -1,5 +1,6 @@
 """Implements `telescope verify --template`, which shows what the model reads and what is trained, without an engine."""
 
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -26,18 +27,13 @@ def print_template(config: TelescopeConfig, console: Console) -> None:
     training = [spec for spec in keys.specs if spec.key in keys.training]
     for loaded in [LoadedEnvironment(spec, renderer, list(config.environments_path)) for spec in training]:
         console.rule(Text(loaded.spec.identity), align="left")
-        lost: UserError | None = None
         try:
             loaded.describe()
-        except UserError as error:
-            lost = error
-        try:
-            _print_conversation(loaded, renderer, config, console)
-        except Exception:
-            if lost is None:
-                raise
-        if lost is not None:
-            raise lost  # this error also explains why a conversation cannot be printed
+        except UserError:
+            with suppress(Exception):  # the error of the description explains that of the conversation
+                _print_conversation(loaded, renderer, config, console)
+            raise
+        _print_conversation(loaded, renderer, config, console)
 
 
 def _print_conversation(

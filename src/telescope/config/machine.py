@@ -173,22 +173,17 @@ def _name(port: int) -> str:
 
 
 def _bind_problem(host: str, port: int) -> str | None:
-    problem = _try_to_bind(host, port, reuse=True)
-    if problem is None and _try_to_bind(host, port, reuse=False) == IN_USE:
-        # Connections, also those in TIME_WAIT, keep a socket without SO_REUSEADDR from binding, and not a server.
-        has_connections = any(connection.laddr.port == port for connection in psutil.net_connections("tcp"))
-        return None if has_connections else IN_USE  # bound by a server that does not listen yet
-    return problem
-
-
-def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return IN_USE if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    for reuse in (True, False):  # without it, a server that is bound and does not listen yet is noticed
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    return error.strerror or str(error)
+                # Connections, also those in TIME_WAIT, keep a socket without SO_REUSEADDR from binding, not a server.
+                if reuse or all(connection.laddr.port != port for connection in psutil.net_connections("tcp")):
+                    return IN_USE
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from telescope.config.base import MAX_WORKERS, Rule, requires, up_to_multiple
+from telescope.config.base import Rule, requires, up_to_multiple
 from telescope.config.memory import CUDA_CONTEXT_BYTES, SUM_BYTES, TrainerMemory, logprob_bytes
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape, uneven_heads
 from telescope.errors import ConfigError
@@ -94,12 +94,6 @@ def _needs_precision_aware_optimizer(field: str) -> Rule:
 
 
 _RULES: tuple[Rule, ...] = (
-    Rule(
-        MODEL_PARALLEL_SIZES,
-        f"times the pipeline and context parallel sizes must be at most {MAX_WORKERS} trainer ranks",
-        lambda c: megatron_model_parallel_size(c) > MAX_WORKERS,
-        lambda c: "Lower one of them",
-    ),
     Rule(
         ("trainer_num_workers", *MODEL_PARALLEL_SIZES),
         "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",

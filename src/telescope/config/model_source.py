@@ -149,8 +149,6 @@ def _local_files(config: TelescopeConfig) -> ModelFiles:
     folder = user_path(model)
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        if folder.is_symlink() and not folder.exists():
-            problem = f"is a link to {os.readlink(folder)}, which does not exist"
         if problem == "does not exist" and "tiny" in folder.name:
             calculator = any(entry.name == "calculator_agent" for entry in config.environments)
             task = " --task calculator_agent" if calculator else ""

@@ -75,10 +75,6 @@ def _evals_over_context(config: TelescopeConfig) -> list[str]:
     return [entry.name for entry in config.evals if (entry.max_tokens or 0) > config.max_model_len]
 
 
-MAX_SAMPLES = 2**20
-"""Most samples of a batch, and request slots of a server; more is a typing error, since each is an object."""
-
-
 MOST_OF_SHARED_GPU, SHARE_OF_SHARED_GPU = 0.85, 0.4
 """Largest share of a shared GPU's memory for the server, to which the default is adjusted."""
 
@@ -155,19 +151,6 @@ RULES: tuple[Rule, ...] = (
         "must not be above prompts_batch_size_for_trainer, because groups stay whole",
         lambda c: c.number_of_minibatches > c.prompts_batch_size_for_trainer,
         lambda c: f"Lower number_of_minibatches to at most {c.prompts_batch_size_for_trainer}",
-    ),
-    Rule(
-        ("group_size", "prompts_batch_size_for_trainer"),
-        f"must not make a batch of more than {MAX_SAMPLES:,} samples",
-        lambda c: c.group_size * c.prompts_batch_size_for_trainer > MAX_SAMPLES,
-        lambda c: "Lower group_size or prompts_batch_size_for_trainer",
-    ),
-    Rule(
-        ("max_concurrent_prompts_per_server", "group_size"),
-        f"must not make a server of more than {MAX_SAMPLES:,} request slots",
-        lambda c: c.lanes_per_server > MAX_SAMPLES,
-        lambda c: f"Lower max_concurrent_prompts_per_server to at most {MAX_SAMPLES // c.group_size}",
-        lambda c: MAX_SAMPLES // c.group_size,
     ),
     Rule(
         ("warmup_steps", "number_of_steps", "lr_scheduler"),

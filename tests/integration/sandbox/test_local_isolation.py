@@ -356,7 +356,7 @@ def test_the_shell_keeps_its_folder_whatever_is_typed(
     lines = ["ls /nope; exit 2", "if", "echo a\0b", "pwd", "mkdir d; cd d; rmdir ../d", "pwd", "cd /tmp", "pwd"]
     lines += ["exit 3", "echo after the end"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    assert run_shell(argparse.Namespace(provider="local", image="", memory_mb=256)) == 3
+    assert run_sync(run_shell(argparse.Namespace(provider="local", image="", memory_mb=256))) == 3
     shown = capsys.readouterr()
     assert shown.out == "/workspace\n/workspace\n/tmp\n"
     assert "cannot access '/nope'" in shown.err and "NUL" in shown.err

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
+from urllib.error import HTTPError
 
 import pytest
 
@@ -193,11 +194,19 @@ def test_shared_memory_that_is_missing_keeps_training_from_running(monkeypatch, 
 def test_an_unreachable_hub_is_a_note_that_names_what_still_works(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
-    check = doctor.check_hub(Mock(side_effect=OSError("no route to host")))
+    asked = Mock(side_effect=OSError("no route to host"))
+    monkeypatch.setattr("urllib.request.urlopen", asked)
+    check = doctor.check_hub()
     assert (check.status, "hub.example" in check.found, "no route" in check.found) == ("note", True, True)
-    assert doctor.check_hub(lambda url, timeout: None).status == "ok"
+    for answer, status in (
+        (None, "ok"),
+        (HTTPError("", 404, "", {}, None), "ok"),
+        (HTTPError("", 503, "", {}, None), "note"),
+    ):
+        asked.side_effect = answer
+        assert doctor.check_hub().status == status
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in doctor.check_hub(lambda url, timeout: None).found
+    assert "HF_HUB_OFFLINE" in doctor.check_hub().found
 
 
 def test_wandb_without_credentials_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -41,7 +41,7 @@ def test_the_help_of_the_command_lists_the_commands(capsys):
         ("config explain beta", "kl_penalty_tau"),
         ("config explain rollout.n", "'group_size'"),
         ("config explain evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
-        ("config explain learning_rate.x", "learning_rate has no keys"),
+        ("config explain learning_rate.x", "There is no field or section 'learning_rate.x'"),
         ("config explain eval.num_samples", "Did you mean 'evals.num_samples'?"),
         ("train --config run.yaml --gpu-memory-gib 80", "Add --dry-run, or omit --gpu-memory-gib"),
     ],
