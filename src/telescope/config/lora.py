@@ -121,25 +121,6 @@ def linear_layers(shape: ModelShape) -> Iterator[tuple[str, int, int]]:
             yield f"{block}.mlp.down_proj", inner, width
 
 
-def other_modules(shape: ModelShape) -> Iterator[str]:
-    """Yields the names of a Llama or Qwen model's other modules."""
-    yield from ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-    for index in range(shape.num_layers):
-        block = f"model.layers.{index}"
-        yield block
-        yield from (f"{block}.{name}" for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
-        if shape.qk_norm:
-            yield from (f"{block}.self_attn.{name}" for name in ("q_norm", "k_norm"))
-        yield from (
-            f"{block}.mlp.{name}" for name in (("gate", "experts") if shape.has_experts(index) else ("act_fn",))
-        )
-
-
-def check_adapters(config: TelescopeConfig, shape: ModelShape) -> None:
-    """Raises `ConfigError` when a Llama or Qwen model lacks a target."""
-    choose_layers(config.lora_target_modules, [name for name, _, _ in linear_layers(shape)], other_modules(shape))
-
-
 def adapter_parameters(shape: ModelShape, rank: int, targets: str | Sequence[str]) -> int:
     """Returns the parameters of all adapters, those of all layers for targets of another architecture."""
     layers = list(linear_layers(shape))

@@ -39,7 +39,7 @@ def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
     if config.router_replay and (why := why_no_router_replay(config, shape)) is not None:
         raise ConfigError(f"router_replay is true, but {why}. Set router_replay to false")
     if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
-        lora.check_adapters(config, shape)
+        lora.choose_layers(config.lora_target_modules, [name for name, _, _ in lora.linear_layers(shape)], ())
 
 
 def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:
@@ -95,27 +95,21 @@ def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> Non
         )
 
 
-def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that a trainer rank fits beside the server on a shared GPU."""
-    memory = machine.nodes[0].gpu_memory_bytes
-    if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
-        return
-    estimate = estimate_memory(config, report.shape, device_memory_bytes=memory)
-    if estimate.trainer.states > trainer_share(config, memory):
-        raise ConfigError(estimate.problems[0])
+def check_memory(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """Checks that a trainer rank fits beside the server on a shared GPU, and `max_model_len` tokens in the KV cache.
 
-
-def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """Checks that the KV cache fits `max_model_len` tokens. On GPUs only weights are counted beside it."""
+    On GPUs only weights are counted beside the KV cache.
+    """
     if report.shape is None:
         return
-    device = resolve_device(config, machine)
-    node = machine.nodes[0]
+    device, node = resolve_device(config, machine), machine.nodes[0]
     memory = node.memory_bytes if device == "cpu" else node.gpu_memory_bytes
     estimate = estimate_memory(config, report.shape, device=device, device_memory_bytes=memory)
-    engine = estimate.engine
-    left = int((memory or 0) * config.gpu_memory_utilization) - engine.weights
-    if estimate.kv_cache_problem and (device == "cpu" or left < engine.longest_sequence_kv):
+    shares = config.share_gpus and device == "cuda" and memory is not None
+    if shares and estimate.trainer.states > trainer_share(config, memory or 0):
+        raise ConfigError(estimate.problems[0])
+    left = int((memory or 0) * config.gpu_memory_utilization) - estimate.engine.weights
+    if estimate.kv_cache_problem and (device == "cpu" or left < estimate.engine.longest_sequence_kv):
         raise ConfigError(estimate.kv_cache_problem)
 
 

@@ -60,24 +60,6 @@ def safetensors_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def quantized_tensors(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Returns the names and dtypes of quantized weights. Buffers, such as masks, may be whole numbers."""
-    return [
-        f"{name} ({tensor.dtype})"
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and tensor.dtype not in FLOAT_DTYPES
-    ]
-
-
-def tokenizer_problem(tokenizer: Any) -> str | None:
-    """Returns why a parsed tokenizer.json is invalid."""
-    if not isinstance(tokenizer, Mapping) or not isinstance(tokenizer.get("model"), Mapping):
-        return "it does not describe a tokenizer (it has no `model`)"
-    if not tokenizer["model"].get("vocab"):
-        return "its vocabulary is empty"
-    return None
-
-
 def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str, Any], template: str) -> int | None:
     """Returns the largest token id of a valid tokenizer.json; None if unknown.
 

@@ -16,8 +16,9 @@ from telescope.config import model_contents
 from telescope.config.chat_template import NO_TEMPLATE, compile_template, render_problem
 from telescope.config.megatron import check_architecture, check_division
 from telescope.config.messages import show
+from telescope.config.model_contents import FLOAT_DTYPES, SPECIAL_TOKENS
 from telescope.config.model_shape import ModelShape, known_shape, uneven_heads
-from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
+from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, find_files
 from telescope.errors import ConfigError
 from telescope.utils.text import listed
 
@@ -48,11 +49,11 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
     template, no weights, or a context that the model or the number of its heads does not allow. With `ask_hub` false
     the hub is not contacted.
     """
-    if config.chat_template is not None:
-        _compile_template(config.chat_template, "chat_template", "Correct the template, or leave chat_template null")
     try:
         return _inspect(config, find_files(config, ask_hub=ask_hub))
     except HubUnreachableError as error:
+        if config.chat_template is not None:
+            _check_template(config, config.chat_template, {})
         shape = known_shape(config.model)
         if shape is not None:
             _check_against_shape(config, shape)
@@ -62,29 +63,6 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
             f"tokenizer, chat template and weights of {config.model} could not be checked: there is no such folder "
             f"here, and {error}",
         )
-
-
-def check_rendering(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when the chat template renders no prompt."""
-    files = files_here(config)
-    template = config.chat_template
-    if template is None and files is not None:
-        template = files.chat_template()
-    if template is None:
-        return  # reported with the model's files, as is the next
-    try:
-        compiled = compile_template(template)
-    except jinja2.TemplateSyntaxError:
-        return
-    tokenizer_config = None if files is None else files.read_object("tokenizer_config.json")
-    variables: dict[str, Any] = {
-        name: model_contents.token_text((tokenizer_config or {}).get(name)) or ""
-        for name in model_contents.SPECIAL_TOKENS
-    }
-    problem = render_problem(compiled, variables | {"enable_thinking": config.enable_thinking})
-    if problem is not None:
-        what = "chat_template" if config.chat_template is not None else f"The chat template of {config.model!r}"
-        raise ConfigError(f"{what} {problem}. Set chat_template to a Jinja2 template that writes the conversation")
 
 
 def vocabulary_size(config: TelescopeConfig) -> int:
@@ -151,13 +129,11 @@ def _check_tokenizer(config: TelescopeConfig, files: ModelFiles, model_config: M
         )
     template = config.chat_template or files.chat_template()
     _check_vocabulary(config, files, model_config, template or "")
-    if config.chat_template is not None:
-        return
     if template is None:
         raise ConfigError(
             f"model is {config.model!r}, and {files.where} (chat_template.jinja, tokenizer_config.json) {NO_TEMPLATE}"
         )
-    _compile_template(template, f"the chat template of {config.model}", "Set chat_template to one that can be read")
+    _check_template(config, template, files.read_object("tokenizer_config.json") or {})
 
 
 def _check_vocabulary(
@@ -166,11 +142,11 @@ def _check_vocabulary(
     """Checks tokenizer.json, if any, and that every token has an embedding."""
     if "tokenizer.json" not in files.names:
         return
-    tokenizer = files.parse_json("tokenizer.json")
-    problem = model_contents.tokenizer_problem(tokenizer)
-    if problem is not None:
+    tokenizer = files.read_object("tokenizer.json") or {}
+    parsed = tokenizer.get("model")
+    if not isinstance(parsed, Mapping) or not parsed.get("vocab"):
         raise ConfigError(
-            f"model is {config.model!r}, but tokenizer.json of {files.where} is broken: {problem}. Download or save it "
+            f"model is {config.model!r}, but tokenizer.json of {files.where} has no vocabulary. Download or save it "
             "again: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
     largest = model_contents.largest_token_id(tokenizer, files.read_object("tokenizer_config.json") or {}, template)
@@ -221,7 +197,9 @@ def _check_weights(config: TelescopeConfig, files: ModelFiles) -> None:
                 f"model is {config.model!r}, but {name} of {files.where} is broken: {problem}. Download or save the "
                 "model again"
             ) from None
-        if name in loaded and (quantized := model_contents.quantized_tensors(found)):
+        # Buffers, such as masks, may be whole numbers.
+        weights = {key: tensor.dtype for key, tensor in found.items() if name in loaded and key.endswith(".weight")}
+        if quantized := [f"{key} ({dtype})" for key, dtype in weights.items() if dtype not in FLOAT_DTYPES]:
             raise ConfigError(
                 f"model is {config.model!r}, but {name} of {files.where} holds {listed(quantized)}: quantized "
                 f"weights cannot be trained. {QUANTIZATION_FIX}"
@@ -244,12 +222,7 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
         )
     check_division(config, shape)
     tensor_parallel = config.inference_tensor_parallel_size
-    if shape.num_heads % tensor_parallel:
-        raise ConfigError(
-            f"inference_tensor_parallel_size is {tensor_parallel}, but {config.model} has {shape.num_heads} attention "
-            "heads, which it must divide. Choose a divisor"
-        )
-    cut = {"num_key_value_heads": shape.num_kv_heads}
+    cut = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.num_dense_layers():
         cut["intermediate_size"] = shape.intermediate_size
     if shape.num_sparse_layers():
@@ -268,8 +241,16 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
         )
 
 
-def _compile_template(template: str, what: str, fix: str) -> None:
+def _check_template(config: TelescopeConfig, template: str, tokenizer_config: Mapping[str, Any]) -> None:
+    """Refuses a chat template that cannot be read, or renders no prompt."""
+    what, fix = f"The chat template of {config.model!r}", "Set chat_template to a Jinja2 template that can be read"
+    if config.chat_template is not None:
+        what, fix = "chat_template", "Correct the template, or leave chat_template null"
     try:
-        compile_template(template)
+        compiled = compile_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{what} is not a Jinja2 template: {error.message} (line {error.lineno}). {fix}") from None
+    variables = {name: model_contents.token_text(tokenizer_config.get(name)) or "" for name in SPECIAL_TOKENS}
+    problem = render_problem(compiled, {**variables, "enable_thinking": config.enable_thinking})
+    if problem is not None:
+        raise ConfigError(f"{what} {problem}. Set chat_template to a Jinja2 template that writes the conversation")

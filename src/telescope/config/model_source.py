@@ -38,30 +38,21 @@ class ModelFiles:
     folder: Path | None = None
     """Folder on this machine; None for a repository that is not downloaded yet."""
 
-    def parse_json(self, name: str) -> Any:
-        """Returns what a JSON file holds. Raises `ConfigError` if it cannot be read."""
-        try:
-            return json.loads(self._text(name))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name} of {self.where} cannot be read as JSON: {error}. Download or save it again"
-            ) from None
-
-    def _text(self, name: str) -> str:
-        try:
-            return self.read(name)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{name} of {self.where} cannot be read: {error}. Download or save it again") from None
-
     def read_object(self, name: str) -> Mapping[str, Any] | None:
         """Returns the object in a JSON file. None if there is no such file, or something else in it."""
-        data = self.parse_json(name) if name in self.names else None
+        data = self._parse(name, json.loads) if name in self.names else None
         return data if isinstance(data, dict) else None
+
+    def _parse(self, name: str, parse: Callable[[str], Any]) -> Any:
+        try:
+            return parse(self.read(name))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{name} of {self.where} cannot be read: {error}. Download or save it again") from None
 
     def chat_template(self) -> str | None:
         """Returns the tokenizer's default template, from any of its files."""
         if "chat_template.jinja" in self.names:
-            return self._text("chat_template.jinja")
+            return str(self._parse("chat_template.jinja", str))
         for name in ("chat_template.json", "tokenizer_config.json"):
             template = (self.read_object(name) or {}).get("chat_template")
             if isinstance(template, list):  # several, by name

@@ -34,7 +34,7 @@ from telescope.config.machine import (
 )
 from telescope.config.memory import GIB, estimate_memory
 from telescope.config.messages import show
-from telescope.config.model_files import ModelReport, check_rendering, inspect_model
+from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import (
     ClusterResources,
     PlacementError,
@@ -417,13 +417,11 @@ def check_alert_command(config: TelescopeConfig) -> None:
 CHECKS = (
     Check(check_environments, "environments"),
     Check(check_evals, "environments", evals=True),
-    Check(check_rendering, "plan"),
     Check(model_checks.check_shape, "model"),
     Check(model_checks.check_report, "files"),
     Check(model_checks.check_disk, "files"),
     Check(model_checks.check_checkpoint_memory, "files", alone=True),
-    Check(model_checks.check_kv_cache, "machine", alone=True),
-    Check(model_checks.check_shared_gpu, "machine"),
+    Check(model_checks.check_memory, "machine", alone=True),
     Check(check_packages, evals=True, doctor="packages"),
     Check(check_trackers),
     Check(check_plugin, evals=True, doctor="vllm plugin"),

@@ -99,7 +99,7 @@ def test_checkpoints_of_a_run_are_measured_with_the_run_s_prompts_and_sampling()
 
 def test_a_model_whose_config_is_broken_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text("{bad")
-    with pytest.raises(ConfigError, match=r"config\.json of .* cannot be read as JSON.*Download or save it again"):
+    with pytest.raises(ConfigError, match=r"config\.json of .* cannot be read: .*Download or save it again"):
         build_eval_config(load_eval_request(None), None, [], tmp_path)
 
 

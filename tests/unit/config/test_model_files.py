@@ -264,7 +264,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size":
 @pytest.mark.parametrize(
     ("changes", "size", "words"),
     [
-        ({}, 8, "8, but .* has 4 attention heads"),
+        ({}, 8, "8, but num_attention_heads of .* is 4"),
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, 4, "4, but num_key_value_heads of"),
         ({"intermediate_size": 130}, 4, "4, but intermediate_size of"),
         (EXPERTS | {"moe_intermediate_size": 42}, 4, "4, but moe_intermediate_size of"),

@@ -15,7 +15,7 @@ from tests.model_folder import write_model_folder
 from telescope.cli.main import main
 from telescope.config import TelescopeConfig, machine, model_checks
 from telescope.config.loader import build_config, choose_run_dir
-from telescope.config.model_files import ModelReport, check_rendering, inspect_model
+from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.config.plan import assumed_cluster
 from telescope.config.remarks import GPU_FIELDS, remarks_on_place
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
 def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, words):
     folder = write_model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    message = message_of(check_rendering, config(model=str(folder)))
+    message = message_of(inspect_model, config(model=str(folder)))
     assert message.startswith(f"The chat template of '{folder}' ")
     assert words in message
 
@@ -223,16 +223,16 @@ def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, wor
     ],
 )
 def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
-    check_rendering(config(chat_template=template))
+    inspect_model(config(chat_template=template), ask_hub=False)
 
 
 def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
     run = config(model="Qwen/Qwen2.5-7B", max_model_len=32768, weight_transfer="in_place")
     report = ModelReport("a table", known_shape(run.model))
     machine = assumed_cluster(run, gpu_memory_bytes=17 << 30)
-    message = message_of(lambda run: model_checks.check_kv_cache(run, report, machine), run)
+    message = message_of(lambda run: model_checks.check_memory(run, report, machine), run)
     assert message.startswith("max_model_len is 32768, but the KV cache of a server holds 0 tokens")
-    model_checks.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
+    model_checks.check_memory(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))
 
 
 @pytest.mark.parametrize(
