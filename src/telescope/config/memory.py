@@ -396,7 +396,6 @@ def _problems(
     config: TelescopeConfig, trainer: TrainerMemory, engine: EngineMemory, device: str, memory: int | None
 ) -> list[str]:
     problems: list[str] = []
-    shared = config.share_gpus and device == "cuda"
     left = _memory_of_a_rank(config, memory or 0)
     more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
     if config.train_backend == "megatron":
@@ -408,16 +407,14 @@ def _problems(
         more += "" if config.model_dtype == "bfloat16" else ', set model_dtype to "bfloat16"'
         can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
         share = ", raise fsdp_context_parallel_size" if can_share else ""
-    if shared and memory is not None and trainer.total > left:
+    if memory is not None and device == "cuda" and trainer.total > left:
+        place = f"a GPU has {memory / GIB:.1f} GiB: raise trainer_num_workers, lower seq_len{share}"
+        if config.share_gpus:
+            place = f"share_gpus leaves it {left / GIB:.1f} of a GPU's {memory / GIB:.1f} GiB: lower "
+            place += "gpu_memory_utilization or seq_len"
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
-            f"{trainer.states / GIB:.1f}), and share_gpus leaves it {left / GIB:.1f} of a GPU's {memory / GIB:.1f} "
-            f"GiB: lower gpu_memory_utilization or seq_len{more}, or choose a smaller model."
-        )
-    elif memory is not None and device == "cuda" and trainer.total > memory:
-        problems.append(
-            f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
-            f"trainer_num_workers, lower seq_len{share}{more}, or choose a smaller model."
+            f"{trainer.states / GIB:.1f}), and {place}{more}, or choose a smaller model."
         )
     if memory is not None and device == "cpu":
         everything = trainer.total * config.trainer_num_workers

@@ -259,17 +259,16 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     """
     on_gpu = config.device != "cpu"
     servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
-    groups = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
     everything = servers + ranks
     cpus = sum(bundle.cpus for bundle in everything) + _rollout_cores(config)
     gpus = sum(bundle.gpus for bundle in everything)
-    packed = [sum(bundle.gpus for bundle in bundles) for bundles, strategy in groups if strategy == "STRICT_PACK"]
+    strict = [group for group in (servers, ranks) if _strategy(config, group) == "STRICT_PACK"]
+    packed = [sum(bundle.gpus for bundle in group) for group in strict]
     size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus, *packed)
     node = NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes)
     counts = range(-(-gpus // size) if size else 1, len(everything) + 1)
     clusters = (equal_nodes(count, node) for count in counts)
-    largest = equal_nodes(len(everything), replace(node, gpus=len(everything) * size))
-    return next((cluster for cluster in clusters if _fits(config, cluster)), largest)
+    return next(cluster for cluster in clusters if _fits(config, cluster))
 
 
 def least_node(config: TelescopeConfig, num_nodes: int, gpus: Sequence[int]) -> tuple[int, int]:
@@ -379,12 +378,8 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
     """Places equal bundles by one strategy, taking from `free`. None when they do not fit."""
     placed: list[PlacedBundle] = []
     here: Counter[str] = Counter()
-    node: _Free | None = None
     packs = strategy.endswith("PACK")
     for position, bundle in enumerate(bundles):
-        if packs and node is not None and node.capacity(bundle):
-            placed.append(node.take(bundle))  # the choice below would be this node again
-            continue
         left = len(bundles) - position
         fitting = [n for n in free if n.capacity(bundle) >= (left if strategy == "STRICT_PACK" else 1)]
         if strategy == "STRICT_SPREAD":
