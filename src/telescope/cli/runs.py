@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -80,8 +79,7 @@ def print_runs(arguments: argparse.Namespace) -> int:
         where = ", ".join(map(str, folders_of_runs(arguments.root)))
         print(f"No runs in {where}. `telescope train --config F` creates one; --root sets another folder.")
     else:
-        table = as_table(summaries)
-        wide_console(table, sys.stdout).print(table)
+        Console(width=_NO_LIMIT).print(as_table(summaries))  # so that paths are not wrapped
         for summary in summaries:
             if summary.error:
                 Console().print(Text(plain(f"{summary.label}: {summary.error}"), style="red"), soft_wrap=True)
@@ -130,13 +128,6 @@ def as_table(summaries: list[RunSummary]) -> Table:
             Text(plain(str(summary.path))),
         )
     return table
-
-
-def wide_console(table: Table, out: TextIO) -> Console:
-    """Returns a console as wide as `table`, so that paths are not wrapped."""
-    console = Console(file=out)
-    needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
-    return Console(file=out, width=max(console.width, needed))
 
 
 def duration(seconds: float | None) -> str:

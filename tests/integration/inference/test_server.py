@@ -118,7 +118,7 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
 
 
 def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(tmp_path, monkeypatch):
-    """By then the trainer is on the GPU, and vLLM could measure nothing there (`kv_cache_of_a_restart`)."""
+    """By then the trainer is on the GPU, and vLLM could measure nothing there (`start_command`)."""
     shared = ["--environments", '[{"name": "countdown"}]', "--share_gpus=true"]
     config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
     port = free_port()

@@ -159,7 +159,7 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
         ("wandb_tags", "a", "must be a list"), ("wandb_tags", "[a, 1]", "but it must be text; put it in quotes"),
         ("checkpoint_every", "true", "number of steps"),
         ("resume_from_checkpoint", "0", "number of a checkpoint"), ("ray_runtime_env", "[1]", "must be a mapping"),
-        ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001, the smallest share of a core that Ray counts"),
+        ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001"),
         ("ray_inference_cpus_per_worker", "0.00009", "at least 0.0001"),
         ("ray_inference_cpus_per_worker", "0", "at least 0.0001"),
         ("ray_address", "ray://10.0.0.1:10001", "ray:// addresses are those of clients outside of the cluster"),

@@ -101,8 +101,6 @@ class WorkerSection(Section, title="Workers"):
 
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-LEAST_CORES = 0.0001
-"""What Ray counts shares of a core in."""
 
 
 def client_address_problem(address: str) -> str | None:
@@ -116,13 +114,8 @@ def client_address_problem(address: str) -> str | None:
     )
 
 
-_UNCOUNTABLE = f"it must be at least {LEAST_CORES}, the smallest share of a core that Ray counts"
-Cores = Annotated[
-    float,
-    refuse(lambda n: 0 < n < LEAST_CORES and _UNCOUNTABLE),
-    Field(ge=LEAST_CORES, le=1024, json_schema_extra={"minimum": LEAST_CORES, "maximum": 1024}),
-]
-"""A share of a node's CPU cores."""
+Cores = Annotated[float, Field(ge=0.0001, le=1024)]
+"""A share of a node's CPU cores, which Ray counts in ten-thousandths of a core."""
 
 
 class RaySection(Section, title="Ray Cluster"):

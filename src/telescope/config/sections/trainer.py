@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
 from telescope.config.base import MAX_STEPS, Count, Section, Text, Tokens, Workers, refuse
 from telescope.config.lora import ALL_LINEAR
-from telescope.config.megatron import OPTIMIZER_DTYPE_BYTES
 
 
 class AlgorithmSection(Section, title="Algorithm"):
@@ -178,10 +177,7 @@ class LoraSection(Section, title="LoRA"):
         return value
 
 
-OptimizerDtype = Annotated[
-    str,
-    refuse(lambda value: value not in OPTIMIZER_DTYPE_BYTES and f"must be one of {', '.join(OPTIMIZER_DTYPE_BYTES)}"),
-]
+OptimizerDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 
 
 class MegatronSection(Section, title="Megatron"):
