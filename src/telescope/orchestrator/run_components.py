@@ -53,7 +53,7 @@ from telescope.rollout.stops import Stops
 from telescope.rollout.trial import notices_of
 from telescope.sandbox.base import PROVIDERS
 from telescope.sandbox.ledger import reap
-from telescope.utils.process import in_daemon_thread
+from telescope.utils.process import start_daemon_thread
 from telescope.weights.probe import probe_text
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ async def _connect(config: TelescopeConfig, directory: RunDirectory, stack: Asyn
         )
 
     try:
-        cluster = await in_daemon_thread(start)
+        cluster = await asyncio.wrap_future(start_daemon_thread(start, "telescope-cluster", stays=True))
     except asyncio.CancelledError:
         stopped.set()
         abandon()  # the reaper ends it

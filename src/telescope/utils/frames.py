@@ -14,10 +14,6 @@ from typing import Any
 _LENGTHS = struct.Struct("<II")
 
 
-class BrokenFrameError(ValueError):
-    """The bytes are not frames."""
-
-
 def pack_frame(header: dict[str, Any] | bytes, blob: bytes = b"") -> bytes:
     """Returns one frame. A `bytes` header is JSON already."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode("ascii")
@@ -25,13 +21,13 @@ def pack_frame(header: dict[str, Any] | bytes, blob: bytes = b"") -> bytes:
 
 
 def split_frame(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
-    """Returns the unparsed header and the blob of exactly one frame. Raises `BrokenFrameError`."""
+    """Returns the unparsed header and the blob of exactly one frame. Raises `ValueError`."""
     if len(data) < _LENGTHS.size:
-        raise BrokenFrameError(f"{len(data)} bytes are not a frame")
+        raise ValueError(f"{len(data)} bytes are not a frame")
     num_header, num_blob = _LENGTHS.unpack_from(data)
     body = memoryview(data)[_LENGTHS.size :]
     if len(body) != num_header + num_blob:
-        raise BrokenFrameError(f"{len(body)} bytes in a frame of {num_header + num_blob}")
+        raise ValueError(f"{len(body)} bytes in a frame of {num_header + num_blob}")
     return body[:num_header], body[num_header:]
 
 
@@ -42,13 +38,13 @@ def receive_frame(connection: socket.socket, max_bytes: int) -> dict[str, Any] |
         return None
     num_bytes = sum(_LENGTHS.unpack(lengths))
     if num_bytes > max_bytes:
-        raise BrokenFrameError(f"a frame of {num_bytes} bytes; at most {max_bytes}")
+        raise ValueError(f"a frame of {num_bytes} bytes; at most {max_bytes}")
     body = _receive(connection, num_bytes)
     if body is None:
         return None
     header = json.loads(bytes(split_frame(lengths + body)[0]))
     if not isinstance(header, dict):
-        raise BrokenFrameError("the header of a frame is not an object")
+        raise ValueError("the header of a frame is not an object")
     return header
 
 

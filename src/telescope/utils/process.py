@@ -8,7 +8,6 @@ of milliseconds, in which the driver's event loop reads no response, or a traine
 all of these objects exist before the work begins and are never freed, so they are excluded.
 """
 
-import asyncio
 import atexit
 import contextlib
 import faulthandler
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -89,11 +87,11 @@ def without_proxy(host: str) -> dict[str, str]:
     return dict.fromkeys(names, "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, host])))
 
 
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Awaits `function` on a thread that nothing waits for at exit.
+def start_daemon_thread(function: Callable[[], T], name: str, *, stays: bool = False) -> Future[T]:
+    """Runs `function` on a thread that nothing waits for at exit, in contrast to threads of `asyncio.to_thread`.
 
-    The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. This thread stays until
-    the process ends, because the kernel ends child processes such as Ray's daemons with the thread that started them.
+    A thread that `stays` ends with the process, because the kernel ends child processes such as Ray's daemons with the
+    thread that started them.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a cancelled caller does not cancel `function`
@@ -103,10 +101,11 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
-        threading.Event().wait()
+        if stays:
+            threading.Event().wait()
 
-    threading.Thread(target=run, name="telescope-daemon", daemon=True).start()
-    return await asyncio.wrap_future(result)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 logger = logging.getLogger(__name__)
@@ -175,10 +174,6 @@ def sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
     """Runs `command` and exits with its code. An exception prints a traceback and exits with code 1.
 
@@ -193,7 +188,7 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
     code = 1
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _exit_by_signal)
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
 
     def leave() -> None:
         if "ray" in sys.modules:

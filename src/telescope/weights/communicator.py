@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from telescope.errors import DeadlineExceeded
+from telescope.utils.process import start_daemon_thread
 from telescope.weights.control_channel import ControlChannel, Rendezvous, TransferError, join, listen
 from telescope.weights.plan import InitInfo
 
@@ -61,7 +62,21 @@ class Broadcast:
 
         Raises `TransferError` or `DeadlineExceeded` after aborting the communicator.
         """
-        self.communicator._finish(self, deadline)
+        poll, communicator = _POLL_FIRST_SECONDS, self.communicator
+        while not self.work.is_completed():
+            communicator._check()
+            if time.monotonic() >= deadline:
+                communicator.abort("the transfer's deadline passed")
+                raise DeadlineExceeded("weight transfer: a broadcast did not end before the deadline")
+            time.sleep(poll)
+            poll = min(poll * 1.5, _POLL_LAST_SECONDS)
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise communicator._failed(communicator._explain(error)) from error
+        with communicator._lock:
+            if self in communicator._in_flight:
+                communicator._in_flight.remove(self)
 
 
 @dataclass(eq=False)
@@ -126,12 +141,11 @@ class Communicator:
             raise
         return cls(rank=rank, world_size=world_size, backend=backend, channel=channel, group=group, store=store)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Broadcast:
-        """Starts sending `tensor` from rank `src` to all ranks. Returns at once; the tensor is contiguous."""
+    def broadcast(self, tensor: torch.Tensor) -> Broadcast:
+        """Starts sending `tensor` from rank 0 to all ranks. Returns at once; the tensor is contiguous."""
         with self._lock:
             self._check()
-            work = self.group.broadcast([tensor], _broadcast_options(src))
-            broadcast = Broadcast(self, tensor, work)
+            broadcast = Broadcast(self, tensor, self.group.broadcast([tensor], dist.BroadcastOptions()))
             self._in_flight.append(broadcast)
         return broadcast
 
@@ -149,9 +163,8 @@ class Communicator:
             return
         _, message = self._receive(deadline, "the sender to begin")
         if message.get("kind") != "begin" or message.get("digest") != digest:
-            reason = f"rank {self.rank} expects transfer {digest}, the sender announced {message.get('digest')}"
-            self.abort(reason)
-            raise TransferError(f"weight transfer: {reason}")
+            announced = message.get("digest")
+            raise self._failed(f"rank {self.rank} expects transfer {digest}, the sender announced {announced}")
         self.channel.send({"kind": "ready"})
 
     def conclude(self, deadline: float) -> None:
@@ -192,24 +205,10 @@ class Communicator:
         if self.backend == "nccl":
             group.abort()
 
-    def _finish(self, broadcast: Broadcast, deadline: float) -> None:
-        poll = _POLL_FIRST_SECONDS
-        while not broadcast.work.is_completed():
-            self._check()
-            if time.monotonic() >= deadline:
-                self.abort("the transfer's deadline passed")
-                raise DeadlineExceeded("weight transfer: a broadcast did not end before the deadline")
-            time.sleep(poll)
-            poll = min(poll * 1.5, _POLL_LAST_SECONDS)
-        try:
-            broadcast.work.wait()
-        except RuntimeError as error:
-            reason = self._explain(error)
-            self.abort(reason)
-            raise TransferError(f"weight transfer: {reason}") from error
-        with self._lock:
-            if broadcast in self._in_flight:
-                self._in_flight.remove(broadcast)
+    def _failed(self, reason: str) -> TransferError:
+        """Aborts, and returns the error to raise."""
+        self.abort(reason)
+        return TransferError(f"weight transfer: {reason}")
 
     def _explain(self, error: RuntimeError) -> str:
         """Returns why the transport failed, as the control channel reports it if it knows."""
@@ -223,9 +222,7 @@ class Communicator:
         while len(ranks) < self.world_size - 1:
             rank, message = self._receive(deadline, f"waiting for {what}")
             if message.get("kind") != kind:
-                reason = f"rank {rank} sent {message.get('kind')!r} instead of {kind!r}"
-                self.abort(reason)
-                raise TransferError(f"weight transfer: {reason}")
+                raise self._failed(f"rank {rank} sent {message.get('kind')!r} instead of {kind!r}")
             ranks.add(rank)
 
     def _receive(self, deadline: float, what: str) -> tuple[int, dict[str, Any]]:
@@ -238,13 +235,6 @@ class Communicator:
     def _check(self) -> None:
         if self.failure is not None:
             raise TransferError(f"weight transfer: {self.failure}")
-
-
-def _broadcast_options(src: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = src
-    options.rootTensor = 0
-    return options
 
 
 def _build_group(
@@ -264,7 +254,7 @@ def _build_group(
         torch.cuda.set_device(device)
         group = _nccl_group(store, rank, world_size)
         token = torch.full((1,), float(rank == 0), device=device)
-    group.broadcast([token], _broadcast_options(0)).wait()
+    group.broadcast([token], dist.BroadcastOptions()).wait()
     if token.item() != 1.0:
         raise TransferError(f"weight transfer: the first {backend} broadcast arrived wrong")
     return group
@@ -291,15 +281,7 @@ def _within(
     build: Callable[[], Any], deadline: float, channel: ControlChannel, what: str, rendezvous: Rendezvous | None
 ) -> Any:
     """Runs a blocking call in a thread that can be abandoned. Raises `DeadlineExceeded` or `TransferError`."""
-    outcome: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(build())
-        except Exception as error:  # raised in the waiting thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="telescope-connect", daemon=True).start()
+    outcome = start_daemon_thread(build, "telescope-connect")
     while not wait([outcome], 0.02).done:
         if channel.loss is not None and not wait([outcome], 0.5).done:
             raise TransferError(f"weight transfer: {what}: {channel.loss}")

@@ -5,17 +5,17 @@ and gloo for a peer that runs but does not respond. The kernel closes the socket
 the stream is the signal, within milliseconds on one host. The same sockets transport the messages of a transfer
 (`begin`, `ready`, `done`, `bye`).
 
-Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. A frame
+Owns the sockets and a reading thread for each. Does not know tensors, deadlines of transfers, or torch. A frame
 (`utils.frames`) has at most `MAX_FRAME_BYTES`. A peer must send the token of the rendezvous, which it got over the
 engine's authenticated HTTP route.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import queue
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -26,8 +26,6 @@ from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.utils.frames import pack_frame, receive_frame
 
 MAX_FRAME_BYTES = 1 << 16
-_SEND_SECONDS = 10.0
-"""Limit for sending a control message. It is never reached, since messages fit any socket buffer."""
 _HELLO_SECONDS = 5.0
 """Limit for the first message of a peer."""
 _POLL_SECONDS = 0.1
@@ -133,7 +131,7 @@ def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[C
 
 
 class ControlChannel:
-    """Connected control sockets by peer, and the thread that reads them.
+    """Connected control sockets by peer, and the threads that read them.
 
     `loss` is None while all peers are connected, then the reason why one is not. A peer that sends `bye` before it
     closes is a loss too, because no transfer is possible any more.
@@ -147,14 +145,14 @@ class ControlChannel:
         self._closed_because: str | None = None
         self._on_loss: Callable[[str], None] | None = None
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._wake_read, self._wake_write = socket.socketpair()
-        for connection in peers.values():
-            connection.settimeout(_SEND_SECONDS)
+        self._threads: list[threading.Thread] = []
+        for rank, connection in peers.items():
+            connection.settimeout(None)  # a send never waits, since control messages fit any socket buffer
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._thread = threading.Thread(target=self._read, name="telescope-control", daemon=True)
-        self._thread.start()
+            thread = threading.Thread(target=self._read, args=(rank, connection), name="telescope-control", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @property
     def local_address(self) -> str:
@@ -197,47 +195,34 @@ class ControlChannel:
 
     def close(self, reason: str | None = None) -> None:
         """Sends `bye` and closes the sockets. Idempotent. `reason` is given if this side failed."""
-        if self._closing.is_set():
+        if self._closed_because is not None:
             return
         self._closed_because = reason or "closed by this side"
-        self._closing.set()
         self.send({"kind": "bye", "reason": reason})
-        self._wake_write.send(b"x")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=_SEND_SECONDS)
-        for connection in (*self._peers.values(), self._wake_read, self._wake_write):
+        for connection in self._peers.values():
+            with contextlib.suppress(OSError):  # the peer has closed it
+                connection.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for connection in self._peers.values():
             connection.close()
 
-    def _read(self) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(self._wake_read, selectors.EVENT_READ, None)
-        for rank, connection in self._peers.items():
-            selector.register(connection, selectors.EVENT_READ, rank)
-        with selector:
-            while not self._closing.is_set():
-                for key, _ in selector.select():
-                    if key.data is None or not self._read_one(key.data):
-                        return
-
-    def _read_one(self, rank: int) -> bool:
-        """Reads one message of `rank`. Returns False if the peer is lost and reading ends."""
+    def _read(self, rank: int, connection: socket.socket) -> None:
         try:
-            message = receive_frame(self._peers[rank], MAX_FRAME_BYTES)
+            while (message := receive_frame(connection, MAX_FRAME_BYTES)) is not None:
+                if message.get("kind") == "bye":
+                    self._lose(f"rank {rank} left" + (f": {message['reason']}" if message.get("reason") else ""))
+                    return
+                self._messages.put((rank, message))
         except (OSError, ValueError) as error:
             self._lose(f"the connection to rank {rank} broke: {error}")
-            return False
-        if message is None:
+        else:
             self._lose(f"the process of rank {rank} exited")
-            return False
-        if message.get("kind") == "bye":
-            self._lose(f"rank {rank} left" + (f": {message['reason']}" if message.get("reason") else ""))
-            return False
-        self._messages.put((rank, message))
-        return True
 
     def _lose(self, reason: str) -> None:
         with self._lock:
-            if self.loss is not None or self._closing.is_set():
+            if self.loss is not None or self._closed_because is not None:
                 return
             self.loss, callback = reason, self._on_loss
         if callback is not None:

@@ -23,9 +23,9 @@ The caller pauses the engine and swaps after `finish`. Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from telescope.errors import DeadlineExceeded
+from telescope.utils.process import start_daemon_thread
 from telescope.utils.text import listed
 from telescope.weights.communicator import Broadcast, Communicator
 from telescope.weights.plan import UpdateInfo, plan_buckets, tensor_in
@@ -150,47 +151,36 @@ class OverlappedReceive:
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.update.timeout_seconds
-        self._report: ReceiveReport | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="telescope-receive", daemon=True)
-        self._thread.start()
+        self._outcome = start_daemon_thread(self._run, "telescope-receive")
 
     def finish(self) -> ReceiveReport:
         """Waits for the complete sync. Raises the thread's error, or `DeadlineExceeded`."""
-        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
-        if self._thread.is_alive():
+        if not wait([self._outcome], max(0.0, self._deadline - time.monotonic()) + 1.0).done:
             raise DeadlineExceeded(
                 f"weight transfer: version {self.update.version} was not received within "
                 f"{self.update.timeout_seconds:g} s"
             )
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None
-        return self._report
+        return self._outcome.result()
 
     def abandon(self, reason: str) -> None:
         """Aborts the transfer and waits until the thread has ended."""
-        if self._thread.is_alive():
+        if not self._outcome.done():
             self.communicator.abort(reason)
-            self._thread.join(_JOIN_SECONDS)
-            assert not self._thread.is_alive(), "the thread of an aborted transfer is still running"
+            assert wait([self._outcome], _JOIN_SECONDS).done, "the thread of an aborted transfer is still running"
 
-    def _run(self) -> None:
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # the device of this thread
-            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
-                self._report = receive(
-                    self.communicator,
-                    self.update,
-                    lambda tensors: self.staging.load((n, t) for n, t in tensors if n not in self.skip),
-                    device=self.device,
-                    pin_memory=self.pin_memory,
-                    buffers=self.buffers,
-                )
-        except Exception as error:  # raised by `finish`
-            self._error = error
+    def _run(self) -> ReceiveReport:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the device of this thread
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+            return receive(
+                self.communicator,
+                self.update,
+                lambda tensors: self.staging.load((n, t) for n, t in tensors if n not in self.skip),
+                device=self.device,
+                pin_memory=self.pin_memory,
+                buffers=self.buffers,
+            )
 
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

@@ -13,6 +13,7 @@ have ended.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ class _Send:
         self.staged_from_gpu = sender.cpu_staging and self.weights_device.type == "cuda"
         self.pinned = self.staged_from_gpu and sender.pin_memory
         self.buffers: list[torch.Tensor] = []
-        self.in_flight: list[list[tuple[int, Broadcast]]] = [[] for _ in range(_NUM_BUFFERS)]
+        self.in_flight: list[dict[int, Broadcast]] = [{} for _ in range(_NUM_BUFFERS)]
         self.timeline = Timeline(self.weights_device, sender.rank, enabled=sender.track_spans)
 
     def run(self) -> SendReport:
@@ -184,11 +185,7 @@ class _Send:
             with self.timeline.span("weight_broadcast_gather"):
                 filled = self._fill(bucket, slot, buckets)
             if filled is not None:
-                for engine, communicator in list(self.live.items()):
-                    try:
-                        self.in_flight[slot].append((engine, communicator.broadcast(filled)))
-                    except TransferError as error:
-                        self._lose(engine, error)
+                self._on_each(partial(self._broadcast, slot, filled))
         for name, _ in self.named_weights:
             raise ValueError(f"the trainer yielded {name}, which is not in the plan of the sync")
         with self.timeline.span("weight_broadcast_wait"):
@@ -243,18 +240,18 @@ class _Send:
             torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device
         return flat
 
+    def _broadcast(self, slot: int, filled: torch.Tensor, engine: int, communicator: Communicator) -> None:
+        self.in_flight[slot][engine] = communicator.broadcast(filled)
+
     def _wait(self, slot: int) -> None:
-        limit = self._limit()
-        for engine, broadcast in self.in_flight[slot]:
-            if engine not in self.live:
-                continue
-            try:
-                broadcast.wait(limit)
-            except (TransferError, DeadlineExceeded) as error:
-                self._lose(engine, error)
-                # A broken communicator may still read its buffer: replace the buffer.
-                self.buffers[slot] = torch.zeros_like(self.buffers[slot], pin_memory=self.pinned)
-        self.in_flight[slot] = []
+        if not (sent := self.in_flight[slot]):
+            return
+        limit, num_live = self._limit(), len(self.live)
+        self._on_each(lambda engine, _: sent[engine].wait(limit))
+        if len(self.live) < num_live:
+            # A broken communicator may still read its buffer: replace the buffer.
+            self.buffers[slot] = torch.zeros_like(self.buffers[slot], pin_memory=self.pinned)
+        self.in_flight[slot] = {}
 
     def _conclude(self, engine: int, communicator: Communicator) -> None:
         communicator.conclude(self.deadline)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from telescope.utils.process import describe_exit, in_daemon_thread, without_proxy
+from telescope.utils.process import describe_exit, start_daemon_thread, without_proxy
 
 
 @pytest.mark.parametrize(("code", "words"), [
@@ -39,22 +39,22 @@ async def test_a_daemon_thread_returns_values_and_errors_and_outlives_its_call()
         child.stdout.readline()
         return child
 
-    child = await in_daemon_thread(start)
+    child = start_daemon_thread(start, "starts a child", stays=True).result()
     await asyncio.sleep(0.2)
     assert child.poll() is None
     child.kill()
     child.communicate()
     with pytest.raises(ZeroDivisionError):
-        await in_daemon_thread(lambda: 1 // 0)
+        start_daemon_thread(lambda: 1 // 0, "fails").result()
 
 
 def test_nothing_waits_for_a_daemon_thread_that_was_cancelled() -> None:
     code = """
 import asyncio, time
-from telescope.utils.process import in_daemon_thread
+from telescope.utils.process import start_daemon_thread
 
 async def main():
-    task = asyncio.create_task(in_daemon_thread(lambda: time.sleep(600)))
+    task = asyncio.wrap_future(start_daemon_thread(lambda: time.sleep(600), "sleeps"))
     await asyncio.sleep(0.1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
