@@ -30,12 +30,10 @@ FUSED = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 ROUTED = "routed_experts"
 """The module with the parameters, inside the module of the trainer's names."""
 
-LOADED_LAYOUTS = ("TRITON", "BATCHED_TRITON")
-"""Kernels that use the parameters as loaded: gate above up."""
-EXCHANGED_LAYOUTS = ("FLASHINFER_CUTLASS",)
-"""Kernels that store up above gate."""
-PACKED_LAYOUTS = ("CPU",)
-"""Kernels that pack the parameters in place, if the processor has the instructions."""
+LAYOUTS = {"TRITON": "loaded", "BATCHED_TRITON": "loaded", "FLASHINFER_CUTLASS": "exchanged"}
+"""Layouts by kernel: as loaded, with gate above up, or up above gate."""
+PACKING_KERNEL = "CPU"
+"""Packs the parameters in place, if the processor has the instructions."""
 BOUND_IN = {GATE_UP: "gate_up_linear", DOWN: "down_linear"}
 """Without these instructions vLLM 0.26 computes with functions bound to the matrices as last loaded."""
 
@@ -51,15 +49,11 @@ def is_experts(module: nn.Module) -> bool:
 def layout_of(module: nn.Module) -> str | None:
     """Returns the layout of the experts: `loaded`, `exchanged`, `packed` or `bound`. None if unknown."""
     name = _backend(module)
-    if name in LOADED_LAYOUTS:
-        return "loaded"
-    if name in EXCHANGED_LAYOUTS:
-        return "exchanged"
-    if name in PACKED_LAYOUTS and _packer(module) is not None:
+    if name != PACKING_KERNEL:
+        return LAYOUTS.get(name or "")
+    if _packer(module) is not None:
         return "packed"
-    if name in PACKED_LAYOUTS and all(_bound(module, attribute) for attribute in (GATE_UP, DOWN)):
-        return "bound"
-    return None
+    return "bound" if all(_bound(module, attribute) for attribute in (GATE_UP, DOWN)) else None
 
 
 def why_unreadable(module: nn.Module) -> str | None:
@@ -98,30 +92,28 @@ def expert_slices(module: nn.Module, place: str, attribute: str, shapes: Mapping
             if name not in shapes:
                 return []
             rows, columns = as_matrix_shape(shapes[name])
+            own_rows, own_columns = (0, rows), (0, columns)
             if attribute == GATE_UP:
-                local = rows // size
-                slices.append((name, Slice(first_row, (rank * local, (rank + 1) * local), (0, columns))))
+                own_rows = rank * (rows // size), (rank + 1) * (rows // size)
             else:
-                part = columns // size
-                local = rows
-                slices.append((name, Slice(first_row, (0, rows), (rank * part, (rank + 1) * part))))
-            first_row += local
+                own_columns = rank * (columns // size), (rank + 1) * (columns // size)
+            slices.append((name, Slice(first_row, own_rows, own_columns)))
+            first_row += own_rows[1] - own_rows[0]
     return slices
 
 
-def is_whole(module: nn.Module, attribute: str, slices: Slices) -> bool:
-    """Returns whether one tensor of the trainer has all experts, so that each is a row of it."""
-    return len(slices) == 1 and len(getattr(module, attribute)) > 1
+def experts_as_loaded(module: nn.Module, attribute: str, slices: Slices) -> torch.Tensor:
+    """Returns the parameter in the layout in which it is loaded, as one matrix [experts x rows, columns].
 
-
-def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
-    """Returns the parameter in the layout in which it is loaded, as one matrix [experts x rows, columns]."""
+    If one tensor of the trainer has all experts, each is a row of the matrix.
+    """
     stored = getattr(module, attribute).detach()
     if layout_of(module) == "packed":
         stored = _unpack(module, attribute, stored)
     elif layout_of(module) == "bound":
         stored = torch.stack(_bound(module, attribute)).detach()
-    return stored.reshape(-1, stored.shape[-1])
+    has_all = len(slices) == 1 and len(stored) > 1
+    return stored.reshape(len(stored), -1) if has_all else stored.reshape(-1, stored.shape[-1])
 
 
 def _backend(module: nn.Module) -> str | None:

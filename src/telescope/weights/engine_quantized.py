@@ -13,7 +13,7 @@ Invariants:
 - Only fingerprints are kept, and one matrix for each fused layer, or expert, that has not arrived completely.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,9 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantized_matrices(module: nn.Module) -> list[str]:
-    """Returns the attributes of a quantized module that are FP8 matrices."""
-    return [name for name in ("weight", "w13_weight", "w2_weight") if name in module._parameters]
+    """Returns the attributes of a module that are FP8 matrices. Empty if it is not quantized."""
+    names = ("weight", "w13_weight", "w2_weight") if is_quantized(module) else ()
+    return [name for name in names if name in module._parameters]
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class QuantizedReference:
         self._places: dict[str, list[str]] = {}
         """Parameters that a tensor is part of."""
         for place, module in model.named_modules():
-            for attribute in quantized_matrices(module) if is_quantized(module) else ():
+            for attribute in quantized_matrices(module):
                 self._add(f"{place}.{attribute}", module._parameters[attribute], locate(module, place, attribute))
 
     def _add(self, place: str, parameter: Any, slices: Slices) -> None:
@@ -112,17 +113,17 @@ class QuantizedReference:
     def shares(self, module: nn.Module, place: str, attribute: str, slices: Slices) -> Iterator[tuple[str, Share]]:
         """Compares a parameter of the loaded model with its expected content. Yields the shares of its tensors."""
         address = f"{place}.{attribute}"
-        parameter = self._parameters.get(address)
-        problem = "a quantized layer with padding cannot be compared" if parameter is None else ""
-        arrived: Mapping[str, str] = {}
-        if parameter is not None:
-            arrived, problem = parameter.arrived, _problem(module, attribute, parameter)
+        parameter = self._parameters.get(address, _Parameter([], []))
+        problem = _problem(module, attribute, parameter)
         for name, where in slices:
-            yield name, Share(address, where.rows, where.columns, arrived.get(name, to_hex(0)), problem=problem)
+            arrived = parameter.arrived.get(name, to_hex(0))
+            yield name, Share(address, where.rows, where.columns, arrived, problem=problem)
 
 
 def _problem(module: nn.Module, attribute: str, parameter: _Parameter) -> str:
     """Returns how quantized values differ from the recomputed ones. Empty if they do not."""
+    if not parameter.matrices:
+        return "a quantized layer with padding cannot be compared"
     if any(matrix.fingerprint is None for matrix in parameter.matrices):
         return "not all of its tensors arrived"
     values = getattr(module, attribute).detach()

@@ -63,7 +63,7 @@ def engine_weights(
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
     unaccounted: list[str] = []
     for place, module, attribute, parameter, canonical in _parameters(model, shapes, tied):
-        quantized = quantized_matrices(module) if is_quantized(module) else []
+        quantized = quantized_matrices(module)
         if attribute.removesuffix(SCALE) in quantized and attribute.endswith(SCALE):
             continue  # compared with its matrix
         slices = _locations(module, place, attribute, shapes, canonical, packing)
@@ -199,16 +199,15 @@ def _locations(
         return _fused_slices(module, names, shapes) if all(name in shapes for name in names) else []
     rows, columns = as_matrix_shape(shapes[name])
     rank, size = engine_experts.tensor_parallel(module)
+    own_rows, own_columns = (0, rows), (0, columns)
     if "VocabParallelEmbedding" in kinds:
         indices: Any = module.shard_indices
-        return [(name, Slice(0, (indices.org_vocab_start_index, indices.org_vocab_end_index), (0, columns)))]
-    if "ColumnParallelLinear" in kinds and size > 1:
-        local = rows // size
-        return [(name, Slice(0, (rank * local, (rank + 1) * local), (0, columns)))]
-    if "RowParallelLinear" in kinds and attribute == "weight" and size > 1:
-        local = columns // size
-        return [(name, Slice(0, (0, rows), (rank * local, (rank + 1) * local)))]
-    return [(name, Slice(0, (0, rows), (0, columns)))]
+        own_rows = indices.org_vocab_start_index, indices.org_vocab_end_index
+    elif "ColumnParallelLinear" in kinds:
+        own_rows = rank * (rows // size), (rank + 1) * (rows // size)
+    elif "RowParallelLinear" in kinds and attribute == "weight":
+        own_columns = rank * (columns // size), (rank + 1) * (columns // size)
+    return [(name, Slice(0, own_rows, own_columns))]
 
 
 def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> Slices:
@@ -252,9 +251,7 @@ def _read(
 ) -> Iterator[tuple[str, Share]]:
     """Computes each slice's fingerprint, for every form of the parameter that the forward pass uses."""
     if engine_experts.is_experts(module) and attribute in (engine_experts.GATE_UP, engine_experts.DOWN):
-        stored = engine_experts.experts_as_loaded(module, attribute)
-        if engine_experts.is_whole(module, attribute, slices):
-            stored = stored.reshape(len(getattr(module, attribute)), -1)
+        stored = engine_experts.experts_as_loaded(module, attribute, slices)
         yield from fingerprint_slices([(0, stored)], f"{place}.{attribute}", slices, dtype)
         return
     packed = attribute == "weight" and hasattr(module, "cpu_linear")

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from telescope.config.model_shape import DTYPE_BYTES
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,9 +29,6 @@ ALIGNMENT_BYTES = 64
 """A cache line. Each tensor of a bucket starts at one, so that copies vectorize."""
 
 MIB = 1 << 20
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per element of the dtypes of a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class UpdateInfo:
     """Names of the tensors that are sent in float32 although `dtype` is narrower (`TensorMeta.exact`)."""
 
     def __post_init__(self) -> None:
-        assert self.dtype in ITEM_BYTES, f"weights cannot be sent as {self.dtype}"
+        assert self.dtype in DTYPE_BYTES, f"weights cannot be sent as {self.dtype}"
         assert len(self.names) == len(self.shapes) == len(set(self.names)), "a tensor is listed twice or has no shape"
 
     @property
@@ -108,7 +107,7 @@ class UpdateInfo:
     @property
     def num_bytes(self) -> int:
         """Returns the payload of the sync in bytes, without alignment gaps."""
-        return sum(meta.numel * ITEM_BYTES[meta.dtype] for meta in self.metas)
+        return sum(meta.numel * DTYPE_BYTES[meta.dtype] for meta in self.metas)
 
     @property
     def digest(self) -> str:
@@ -154,7 +153,7 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
 
     `flattened_bucket` fills each bucket up to `bucket_bytes`; `per_tensor` puts every tensor into a separate bucket.
     """
-    item = ITEM_BYTES[update.dtype]
+    item = DTYPE_BYTES[update.dtype]
     step = ALIGNMENT_BYTES // item
     limit = update.bucket_bytes // item if update.mode == "flattened_bucket" else 0
     buckets: list[Bucket] = []
@@ -162,7 +161,7 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
     used = 0
     for meta in update.metas:
         offset = -(-used // step) * step
-        size = meta.numel * ITEM_BYTES[meta.dtype] // item
+        size = meta.numel * DTYPE_BYTES[meta.dtype] // item
         if entries and offset + size > limit:
             buckets.append(Bucket(tuple(entries), used))
             entries, offset = [], 0

@@ -210,16 +210,9 @@ def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bo
     They are (row start, row end, column start, column end). Correct for partitions along one dimension, the only ones
     in tensor parallelism.
     """
-    edge_R, edge_C = 0, 0
-    for row_start, row_end, column_start, column_end in sorted(areas):
-        if (column_start, column_end) == (0, columns):
-            if row_start != edge_R:
-                return False
-            edge_R = row_end
-        elif (row_start, row_end) == (0, rows):
-            if column_start != edge_C:
-                return False
-            edge_C = column_end
-        else:
-            return False
-    return (edge_R, edge_C) in ((rows, 0), (0, columns))
+    by_rows = all(area[2:] == (0, columns) for area in areas)
+    if not by_rows and any(area[:2] != (0, rows) for area in areas):
+        return False
+    ranges = sorted(area[:2] if by_rows else area[2:] for area in areas)
+    ends = [end for _, end in ranges]
+    return [start for start, _ in ranges] == [0, *ends[:-1]] and ends[-1] == (rows if by_rows else columns)

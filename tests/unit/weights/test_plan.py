@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.weights.plan import ALIGNMENT_BYTES, ITEM_BYTES, MIB, TensorMeta, UpdateInfo, make_update, plan_buckets
+from telescope.weights.plan import ALIGNMENT_BYTES, DTYPE_BYTES, MIB, TensorMeta, UpdateInfo, make_update, plan_buckets
 
 shapes = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), max_size=30)
-dtypes = st.sampled_from(sorted(ITEM_BYTES))
+dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 
 
 def update_of(list_of_shapes: list[tuple[int, ...]], **options: object) -> UpdateInfo:
@@ -25,10 +25,10 @@ def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(list_of_sha
         end = 0
         for meta, offset in bucket.entries:
             assert offset >= end
-            assert offset * ITEM_BYTES[dtype] % ALIGNMENT_BYTES == 0
+            assert offset * DTYPE_BYTES[dtype] % ALIGNMENT_BYTES == 0
             end = offset + meta.numel
         assert bucket.num_elements == end
-        assert end * ITEM_BYTES[dtype] <= bucket_bytes or len(bucket.entries) == 1
+        assert end * DTYPE_BYTES[dtype] <= bucket_bytes or len(bucket.entries) == 1
 
 
 def test_a_float32_tensor_of_a_narrower_transfer_takes_twice_the_elements():
