@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 _NUM_CORPUS_PROMPTS = 64
 
 
-def build_tiny_model(output: Path, settings: TinyModelSettings, report: Report = None) -> int:
-    """Writes config, safetensors, tokenizer and generation config into the existing folder `output`.
-
-    Returns the number of parameters.
-    """
+def build_tiny_model(output: Path, settings: TinyModelSettings, report: Report = None) -> None:
+    """Writes config, safetensors, tokenizer and generation config into the existing folder `output`."""
     from transformers.utils import logging
 
     source = examples_of(settings)
@@ -53,7 +50,6 @@ def build_tiny_model(output: Path, settings: TinyModelSettings, report: Report =
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}, indent=2) + "\n")
     for path in output.iterdir():
         path.chmod(0o644)  # safetensors creates private files, and a cache may be shared
-    return int(model.num_parameters())
 
 
 _INITIALIZER_RANGE = 0.05

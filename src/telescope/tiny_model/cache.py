@@ -181,17 +181,13 @@ def _ensure(target: Path, recipe: ModelRecipe, report: Report) -> Path:
         recipe.build(scratch, report)
         manifest = {"key": recipe.key, "settings": asdict(recipe), "files": _checksums(scratch)}
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for _ in range(2):
-            try:
-                scratch.rename(target)
-                return target
-            except OSError:  # The folder exists: another process has built it, or it is the broken one.
-                if is_whole(target, recipe):
-                    return target
-                away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-                target.rename(away / "broken")
-                shutil.rmtree(away, ignore_errors=True)
-        scratch.rename(target)
+        if not is_whole(target, recipe):
+            shutil.rmtree(target, ignore_errors=True)  # the broken one
+        try:
+            scratch.rename(target)
+        except OSError:  # another process has built it
+            if not is_whole(target, recipe):
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

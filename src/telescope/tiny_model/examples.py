@@ -30,9 +30,6 @@ class Turn:
 Example = tuple[Turn, ...]
 """One conversation. The context of a turn contains the earlier answers, right or wrong."""
 
-CALCULATOR_MARKUP = (CALL_OPEN, CALL_CLOSE)
-"""Extra tokens of the calculator's task."""
-
 _EARLY_ANSWER_SHARE = 0.25
 """Share of the wrong turns that answer instead of calling the calculator."""
 
@@ -90,7 +87,7 @@ def examples_of(settings: TinyModelSettings) -> CalculatorExamples | ExampleSour
 
 def markup_of(settings: TinyModelSettings) -> tuple[str, ...]:
     """Returns the tokens that only the settings' task needs."""
-    return () if settings.task == "countdown" else CALCULATOR_MARKUP
+    return () if settings.task == "countdown" else (CALL_OPEN, CALL_CLOSE)
 
 
 class ExampleSource:

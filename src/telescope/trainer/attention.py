@@ -45,25 +45,15 @@ KNOWN_ARGUMENTS = frozenset({"position_ids", "cache_position", "use_cache", "out
 
 
 @dataclass(slots=True)
-class Bucket:
-    """S segments of similar length, at most L tokens, in one call.
-
-    `gather_SL` are row positions; padding repeats position 0. `real_P` are its places, counted row by row, that are not
-    padding.
-    """
-
-    gather_SL: torch.Tensor
-    real_P: torch.Tensor
-
-
-@dataclass(slots=True)
 class PackedLayout:
     """The segments of a whole row on the device, in the form that the kernel needs."""
 
     kernel: Kernel
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """For each call of S segments of similar length, at most L tokens (`padded` only): their row positions [S, L], in
+    which padding repeats position 0, and the places in it, counted row by row, that are not padding [P]."""
     order_T: torch.Tensor | None = None
     """For each row position, its index in the concatenated real outputs of all buckets (`padded` only)."""
     context: ContextGroup | None = None
@@ -109,7 +99,7 @@ def make_layout(
         order[position[real]] = placed + np.arange(int(real.sum()))
         placed += int(real.sum())
         gather_SL, real_P = torch.from_numpy(position), torch.from_numpy(np.flatnonzero(real))
-        layout.buckets.append(Bucket(gather_SL.to(device), real_P.to(device)))
+        layout.buckets.append((gather_SL.to(device), real_P.to(device)))
     layout.order_T = torch.from_numpy(order).to(device)
     return layout
 
@@ -193,13 +183,11 @@ def _padded(
     num_heads, width = q_THD.shape[1], v_TKE.shape[2]
     repeats = num_heads // k_TKD.shape[1]
     outputs = []
-    for bucket in layout.buckets:
-
-        def spread(rows_THD: torch.Tensor, bucket: Bucket = bucket) -> torch.Tensor:
-            picked = rows_THD.index_select(0, bucket.gather_SL.flatten())
-            return picked.view(*bucket.gather_SL.shape, *rows_THD.shape[1:]).transpose(1, 2)
-
-        q, k, v = spread(q_THD), spread(k_TKD), spread(v_TKE)
+    for gather_SL, real_P in layout.buckets:
+        q, k, v = (
+            rows.index_select(0, gather_SL.flatten()).view(*gather_SL.shape, *rows.shape[1:]).transpose(1, 2)
+            for rows in (q_THD, k_TKD, v_TKE)
+        )
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         length, band = q.shape[2], None
@@ -210,7 +198,7 @@ def _padded(
         else:
             band = _band(length, length, q.device) if band is None else band
             out = _by_scores(q, k, v, band, scale, softcap, sinks_H)
-        outputs.append(out.transpose(1, 2).reshape(-1, num_heads, width).index_select(0, bucket.real_P))
+        outputs.append(out.transpose(1, 2).reshape(-1, num_heads, width).index_select(0, real_P))
     return torch.cat(outputs).index_select(0, layout.order_T)
 
 

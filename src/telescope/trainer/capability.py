@@ -65,14 +65,22 @@ def choose_execution(
     register_attention()
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+
+        def build(config: PretrainedConfig, attention: str = "eager") -> Any:
+            options: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.float32}
+            options["trust_remote_code"] = trust_remote_code
+            return auto_class(config).from_config(copy.deepcopy(config), **options)
+
         try:
             with torch.device("meta"):
-                skeleton = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+                skeleton = build(config)
             refuse_modules(model, config.get_text_config().model_type, skeleton)
             small = shrink(config)
-            alone = auto_class(small).from_config(copy.deepcopy(small), attn_implementation="eager", **options)
-            _disturb(alone)
+            alone = build(small)
+            alone.eval()
+            alpha = DISTURBANCE / math.sqrt(alone.config.get_text_config().hidden_size)
+            for parameter in alone.parameters():  # norms and biases start as ones and zeros
+                parameter.add_(torch.randn_like(parameter), alpha=alpha)
             samples = [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
             wanted_N = torch.cat([_logprobs_alone(alone, sample) for sample in samples])
         except UserError:
@@ -85,9 +93,7 @@ def choose_execution(
         reasons = []
         for way in WAYS:
             try:
-                other = auto_class(small).from_config(
-                    copy.deepcopy(small), attn_implementation=way.attention, **options
-                )
+                other = build(small, way.attention)
                 other.load_state_dict(alone.state_dict())
                 policy = PolicyModel(other, VOCABULARY, packs=way.packs)
                 difference = float((_logprobs_together(policy, samples) - wanted_N).abs().max())
@@ -179,14 +185,6 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     if vision is not None and getattr(vision, "num_hidden_layers", None):
         vision.num_hidden_layers = 1
     return small
-
-
-def _disturb(model: PreTrainedModel) -> None:
-    """Adds noise to all weights, because norms and biases start as ones and zeros."""
-    model.eval()
-    alpha = DISTURBANCE / math.sqrt(model.config.get_text_config().hidden_size)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=alpha)
 
 
 def _logprobs_alone(model: PreTrainedModel, tokens_L: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,10 @@ def sample_cost(length: int) -> float:
     return length + length * length / ATTENTION_CROSSOVER_TOKENS
 
 
+def _bin_cost(row: list[int], lengths: Sequence[int]) -> float:
+    return sum(sample_cost(lengths[i]) for i in row)
+
+
 def pack_step(
     samples: Sequence[TrainSample],
     *,
@@ -129,13 +133,12 @@ def _spread(
 
 
 def _halve_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    bins = [list(row) for row in bins]
     while len(bins) < num_bins:
         splittable = [row for row in bins if len(row) > 1]
         if not splittable:
             bins.append([])
             continue
-        costliest = max(splittable, key=lambda row: sum(sample_cost(lengths[i]) for i in row))
+        costliest = max(splittable, key=lambda row: _bin_cost(row, lengths))
         bins.remove(costliest)
         bins.extend((costliest[::2], costliest[1::2]))
     return bins
@@ -147,18 +150,14 @@ def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> 
     The k-th micro-batches of all ranks have similar costs, since ranks wait for each other at every micro-batch. Among
     these micro-batches, the cheapest goes to the rank with the most work so far.
     """
-
-    def cost(row: list[int]) -> float:
-        return sum(sample_cost(lengths[i]) for i in row)
-
-    falling = sorted(bins, key=cost, reverse=True)
+    falling = sorted(bins, key=lambda row: _bin_cost(row, lengths), reverse=True)
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks
     for start in range(0, len(falling), num_ranks):
         lightest_first = sorted(range(num_ranks), key=lambda r: (load[r], r))
         for rank, row in zip(lightest_first, falling[start : start + num_ranks], strict=True):
             ranks[rank].append(row)
-            load[rank] += cost(row)
+            load[rank] += _bin_cost(row, lengths)
     return ranks
 
 

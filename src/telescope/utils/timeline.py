@@ -44,14 +44,6 @@ class _Moment:
     event: torch.cuda.Event | None = None
 
 
-@dataclass(slots=True)
-class _Mark:
-    name: str
-    micro_batch: int | None
-    start: _Moment
-    end: _Moment
-
-
 class Timeline:
     """The spans of one step on one rank. `enabled=False` measures nothing."""
 
@@ -59,7 +51,8 @@ class Timeline:
         self._rank = rank
         self._enabled = enabled
         self._on_gpu = device.type == "cuda"
-        self._marks: list[_Mark] = []
+        self._marks: list[tuple[str, int | None, _Moment, _Moment]] = []
+        """Names, micro-batches, starts and ends of spans."""
         if enabled:
             self._wall = time.time() - time.perf_counter()
             self._first = self._now()
@@ -82,24 +75,24 @@ class Timeline:
             return
         start = self._now()
         yield
-        self._marks.append(_Mark(name, micro_batch, start, self._now()))
+        self._marks.append((name, micro_batch, start, self._now()))
 
     def finish(self) -> list[Span]:
         """Returns all spans, sorted by start. On a GPU this waits for the measured work, which has usually ended."""
         if not self._marks:
             return []
         if self._on_gpu:
-            self._marks[-1].end.event.synchronize()  # type: ignore[union-attr]
-        times = [(self._seconds(mark.start), self._seconds(mark.end)) for mark in self._marks]
+            self._marks[-1][-1].event.synchronize()  # type: ignore[union-attr]
+        times = [(self._seconds(start), self._seconds(end)) for _, _, start, end in self._marks]
         offset = self._wall
         if self._on_gpu:  # offset from the device's clock to `time.perf_counter()`
             differences = [self._first.host]
-            for mark, (start, end) in zip(self._marks, times, strict=True):
-                differences += (mark.start.host - start, mark.end.host - end)
+            for (_, _, *moments), seconds in zip(self._marks, times, strict=True):
+                differences += [moment.host - second for moment, second in zip(moments, seconds, strict=True)]
             offset += max(differences)
         spans = [
-            Span(mark.name, start + offset, end + offset, self._rank, mark.micro_batch)
-            for mark, (start, end) in zip(self._marks, times, strict=True)
+            Span(name, start + offset, end + offset, self._rank, micro_batch)
+            for (name, micro_batch, _, _), (start, end) in zip(self._marks, times, strict=True)
         ]
         return sorted(spans, key=lambda span: span.start)
 
