@@ -179,7 +179,7 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
         from telescope.trainer.backends.megatron import backend, conversion
 
         backend.model_folder = Path
-        conversion.load = draw_stage  # type: ignore[assignment]
+        conversion.Conversion.load = draw_stage  # type: ignore[method-assign]
     else:
         sharding.load_causal_lm = without_weights
         sharding.fill = draw_weights
@@ -212,8 +212,8 @@ def draw_weights(policy: PolicyModel, source: Any, mesh: Any, device: torch.devi
 
 
 @torch.no_grad()
-def draw_stage(stage: torch.nn.Module, *_: Any) -> None:
-    """Replaces `conversion.load` of Megatron, with weights as `draw_weights` has them."""
+def draw_stage(_: Any, stage: torch.nn.Module, folder: Path) -> None:
+    """Replaces `Conversion.load` of Megatron, with weights as `draw_weights` has them."""
     torch.manual_seed(dist.get_rank())
     for parameter in stage.parameters():
         if parameter.ndim > 1:

@@ -119,7 +119,7 @@ def convert(
     refuse_damage(checkpoint, meta)
     files = model_files(checkpoint, meta)
     max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
-    weights = read_checkpoint(checkpoint, meta, files[CONFIG], read_bytes=max_shard_bytes // 2)
+    weights = read_checkpoint(checkpoint, meta, files[CONFIG])
     metas = [m if dtype is None or m.exact else replace(m, dtype=dtype) for m in weights.metas]
     stored = {m.dtype for m in metas}
     files = with_dtype(files, dtype or max(stored, key=lambda name: sum(m.numel for m in metas if m.dtype == name)))
@@ -141,15 +141,14 @@ def convert(
         raise RunError(f"{error}. Free space, or choose another folder") from error
 
 
-def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, read_bytes: int) -> ModelWeights:
+def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes) -> ModelWeights:
     """Returns the weights of any backend's checkpoint, tied weights once. `config` is the model's config.json.
 
-    Memory holds at most `read_bytes` or the largest tensor, and for a Megatron checkpoint one parameter. Raises
-    `UserError` for an unknown format.
+    Memory holds one tensor, and for a Megatron checkpoint one parameter. Raises `UserError` for an unknown format.
     """
     import torch
 
-    from telescope.trainer.backends.fsdp.checkpoint import READ_BYTES, read_weights, saved_weights
+    from telescope.trainer.backends.fsdp.checkpoint import read_weights, saved_weights
     from telescope.trainer.checkpoint_names import CheckpointNames
     from telescope.trainer.model import PREFIX, skeleton_of
     from telescope.weights.plan import TensorMeta
@@ -177,7 +176,7 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], config: bytes, *, re
     ]
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in read_weights(checkpoint, saved, read_bytes=min(read_bytes, READ_BYTES)):
+        for name, tensor in read_weights(checkpoint, saved):
             yield from names.parts(name.removeprefix(PREFIX), tensor)
 
     return ModelWeights(metas, read)
@@ -212,7 +211,7 @@ def _merged_weights(
     import torch
 
     from telescope.trainer.lora import A, B, is_adapter, merged
-    from telescope.weights.model_folder import folder_metas, folder_reader
+    from telescope.weights.model_folder import folder_metas, open_tensors
 
     dtype, nothing = config.model_dtype, torch.empty(0, device="meta")
     exact = {part for own in names.float32_buffers for part, _ in names.parts(own, nothing)}
@@ -222,7 +221,7 @@ def _merged_weights(
         metas = [
             replace(m, dtype="float32" if m.name in exact else dtype, exact=m.name in exact) for m in folder_metas(base)
         ]
-        read_base = folder_reader(base)
+        files = open_tensors(base)
     except (OSError, UserError) as error:
         raise UserError(
             f"{checkpoint} has adapters for the model {config.model!r}, whose weights cannot be read: {error}. "
@@ -238,7 +237,7 @@ def _merged_weights(
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for m in metas:
-            weight = read_base(m.name).to(getattr(torch, m.dtype))
+            weight = files[m.name].get_tensor(m.name).to(getattr(torch, m.dtype))
             if (layer := adapted.get(m.name)) is not None:
                 weight = merged(weight, adapter[layer + A], adapter[layer + B], scaling)
             yield m.name, weight

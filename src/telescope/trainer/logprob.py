@@ -15,8 +15,8 @@ The softmax is accumulated over parts of the vocabulary by the online recurrence
 `logprob_kernels` has the kernels. In both ways the gradients of hidden states and weight are products with the gradient
 of a block.
 
-With tensor parallelism each rank has a part of the vocabulary (`VocabularyPart`). The ranks exchange the three sums and
-the target's logit, four numbers per token, and then continue without communication.
+With tensor parallelism each rank has a part of the vocabulary (`logprobs_of_part`). The ranks exchange the three sums
+and the target's logit, four numbers per token, and then continue without communication.
 """
 
 from __future__ import annotations
@@ -217,9 +217,7 @@ class _LogprobEntropy(torch.autograd.Function):
             sums = sums.merged_over(group)
         logprob_N, entropy_N, log_total_N = sums.result()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N)
-        ctx.temperature = temperature
-        ctx.chunk_size = chunk_size
-        ctx.softcap = softcap
+        ctx.temperature, ctx.chunk_size, ctx.softcap = temperature, chunk_size, softcap
         return logprob_N, entropy_N
 
     @staticmethod
@@ -325,34 +323,27 @@ def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
     return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)], columns
 
 
-@dataclass(slots=True, frozen=True)
-class VocabularyPart:
-    """This rank's part of the vocabulary: the ids from `first` on, one for each row of the rank's weight.
+def logprobs_of_part(
+    hidden_ND: torch.Tensor,
+    weight_PD: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+    chunk_size: int,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the result of `LogprobHead`, equal on all ranks of the group. Collective in the forward pass.
 
-    Rows for ids from `vocab_size` on are padding and not part of the softmax.
+    `hidden_ND` is equal on all ranks. Its gradient is this rank's share, which the caller must sum. The ranks have
+    consecutive parts of equal size of the vocabulary. Rows for ids from `vocab_size` on are padding and not part of the
+    softmax.
     """
-
-    group: dist.ProcessGroup
-    first: int
-    vocab_size: int
-
-    def logprob_entropy(
-        self,
-        hidden_ND: torch.Tensor,
-        weight_PD: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature: float,
-        chunk_size: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the result of `LogprobHead`, equal on all ranks of the group. Collective in the forward pass.
-
-        `hidden_ND` is equal on all ranks. Its gradient is this rank's share, which the caller must sum.
-        """
-        num_real = min(max(self.vocab_size - self.first, 0), weight_PD.shape[0])
-        logprob_N, entropy_N = _LogprobEntropy.apply(
-            hidden_ND, weight_PD[:num_real], None, targets_N - self.first, temperature, chunk_size, self.group, None
-        )
-        return logprob_N, entropy_N
+    first = group.rank() * weight_PD.shape[0]
+    num_real = min(max(vocab_size - first, 0), weight_PD.shape[0])
+    logprob_N, entropy_N = _LogprobEntropy.apply(
+        hidden_ND, weight_PD[:num_real], None, targets_N - first, temperature, chunk_size, group, None
+    )
+    return logprob_N, entropy_N
 
 
 class LogprobHead(nn.Module):

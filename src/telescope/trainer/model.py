@@ -24,8 +24,6 @@ from telescope.utils.timeline import Timeline
 
 PREFIX = "causal_lm."
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISOR = "logits_scaling"
 LOGIT_SOFTCAP = "final_logit_softcapping"
@@ -41,7 +39,8 @@ TABLES: tuple[tuple[Any, Any], ...] = (
 
 def compute_dtype(config: Any) -> torch.dtype:
     """Returns the dtype of activations and of gathered weights."""
-    return DTYPES[config.mixed_precision_dtype or config.model_dtype]
+    dtype: torch.dtype = getattr(torch, config.mixed_precision_dtype or config.model_dtype)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,6 @@ class PolicyModel(nn.Module):
         has_sinks = any(hasattr(module, "sinks") for module in self.decoder.modules())
         return getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
 
-    @property
-    def is_tied(self) -> bool:
-        """Returns whether the output layer's weight is the embedding's."""
-        return is_tied(self.causal_lm)
-
     def forward(
         self, row: ModelInput, temperature: float, timeline: Timeline, micro_batch: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,8 +176,7 @@ def load_causal_lm(
     """
     register_attention()
     config = load_config(model, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    options |= {"attn_implementation": attention, "dtype": dtype}
+    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attention, "dtype": dtype}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # torch's grouped product of experts does not support float64
     if with_weights:
@@ -260,33 +253,18 @@ def is_tied(causal_lm: transformers.PreTrainedModel) -> bool:
 
 def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
     """Raises `UserError` for randomly initialized tensors and unused weights after loading."""
-    problems = [
-        f"{what}: {listed(sorted(_key_text(key) for key in loaded[kind]))}"
-        for kind, what in (
-            ("missing_keys", "its weight files lack tensors"),
-            ("mismatched_keys", "tensors in its weight files have other sizes than in config.json"),
-            ("unexpected_keys", "its weight files hold tensors that the architecture does not have"),
-        )
-        if loaded.get(kind)
-    ]
+    problems = []
+    for kind, what in (
+        ("missing_keys", "its weight files lack tensors"),
+        ("mismatched_keys", "tensors in its weight files have other sizes than in config.json"),
+        ("unexpected_keys", "its weight files hold tensors that the architecture does not have"),
+    ):
+        keys = loaded.get(kind) or ()  # of mismatches with both shapes
+        names = [k if isinstance(k, str) else f"{k[0]} with {list(k[1])} instead of {list(k[2])}" for k in keys]
+        if names:
+            problems.append(f"{what}: {listed(sorted(names))}")
     if problems:
         raise UserError(
             f"model: {model!r} cannot be trained, because {'; '.join(problems)}. Download or save the model again, or "
             "correct config.json"
         )
-
-
-def _key_text(key: Any) -> str:
-    """Formats a name reported by transformers. A mismatch includes both shapes."""
-    return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
-
-
-def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Returns whether blocks of this model can be compiled for `dtype`.
-
-    The grouped product of experts can only be compiled in bfloat16. In other dtypes its backward pass is Python, and
-    compiling fails for each block.
-    """
-    return dtype == torch.bfloat16 or not any(
-        name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters()
-    )

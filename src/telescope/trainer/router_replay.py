@@ -15,6 +15,7 @@ is recomputed, and agreement is counted only in forward passes of training.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ REPLAYED = "router_replay/token_share"
 
 class RouterReplay:
     """Chooses experts in all layers of one rank that have experts."""
+
+    routes_TXK: torch.Tensor | None = None
+    """The routes of the next forward and backward pass of a transformers model."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.float64, device=device)
@@ -69,39 +73,33 @@ class RouterReplay:
         return shares | ({AGREEMENT: agreeing / replayed} if replayed else {})
 
 
-class ReplayedRouters:
-    """The routers of a transformers model (Qwen3-MoE) with choices from a `RouterReplay`."""
-
-    def __init__(self, layers: list[nn.Module], replay: RouterReplay) -> None:
-        """Replaces the routers' `forward`. Raises `UserError` for other routers and for a model without routers."""
-        self._routers: list[tuple[int, Any]] = []
-        for index, layer in enumerate(layers):
-            for module in layer.modules():
-                if type(module).__name__ == "Qwen3MoeTopKRouter":
-                    self._routers.append((index, module))
-                    module.forward = functools.partial(_route, module, replay)
-        if not self._routers:
-            raise UserError("router_replay is true, which works for Qwen3-MoE: set it to false, or choose such a model")
-        self.set(None)
-
-    def set(self, routes_TXK: torch.Tensor | None) -> None:
-        """Sets the routes of the next forward and backward pass."""
-        for index, router in self._routers:
-            router.recorded_TK = None if routes_TXK is None else routes_TXK[:, index]
+def replay_in_transformers(layers: list[nn.Module], replay: RouterReplay) -> None:
+    """Makes the routers of a transformers model (Qwen3-MoE) replay routes. Raises `UserError` for any other model."""
+    found = False
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            if type(module).__name__ == "Qwen3MoeTopKRouter":
+                found = True
+                module.forward = functools.partial(_route, module, index, replay)
+    if not found:
+        raise UserError("router_replay is true, which works for Qwen3-MoE: set it to false, or choose such a model")
 
 
-def _route(router: Any, replay: RouterReplay, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route(
+    router: Any, layer: int, replay: RouterReplay, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes (logits, weights [T, K], experts [T, K]) of the chosen experts, like `Qwen3MoeTopKRouter`."""
     logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     probabilities = logits.softmax(dim=-1, dtype=torch.float)
     own_TK = probabilities.topk(router.top_k, dim=-1).indices
-    chosen_TK = replay.choose(own_TK, router.recorded_TK)
+    chosen_TK = replay.choose(own_TK, None if replay.routes_TXK is None else replay.routes_TXK[:, layer])
     weights_TK = probabilities.gather(1, chosen_TK)
     if router.norm_topk_prob:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return logits, weights_TK.to(logits.dtype), chosen_TK
 
 
+@dataclass(eq=False)
 class MegatronChoice:
     """The choice of experts that one Megatron router calls.
 
@@ -110,10 +108,8 @@ class MegatronChoice:
     time.
     """
 
-    def __init__(self, replay: RouterReplay) -> None:
-        self._replay = replay
-        self.recorded_TK: torch.Tensor | None = None
-        self.layer_number: int | None = None
+    replay: RouterReplay
+    recorded_TK: torch.Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -126,15 +122,14 @@ class MegatronChoice:
         """Returns scores and indices of the chosen experts, [T, K] each."""
         assert default_compute_topk is not None
         own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
-        chosen_TK = self._replay.choose(own_TK, self.recorded_TK)
+        chosen_TK = self.replay.choose(own_TK, self.recorded_TK)
         return scores.gather(1, chosen_TK), chosen_TK
 
 
-def replay_in_megatron(stage: nn.Module, replay: RouterReplay, own_tokens: Callable[[int], slice]) -> None:
-    """Makes the routers of a pipeline stage replay their rows' routes.
+def replay_in_megatron(stage: nn.Module, replay: RouterReplay, sharing: dist.ProcessGroup | None) -> None:
+    """Makes the routers of a pipeline stage replay their rows' routes. Raises `UserError` for a model without routers.
 
-    `own_tokens(T)` is the part of a row's T tokens that a router of this rank sees. Raises `UserError` for a model
-    without routers.
+    The ranks of `sharing` divide a row's tokens among their routers.
     """
     found = False
     for layer in stage.modules():
@@ -146,9 +141,9 @@ def replay_in_megatron(stage: nn.Module, replay: RouterReplay, own_tokens: Calla
 
         def take_routes(layer: Any, args: Any, kwargs: dict[str, Any], choice: MegatronChoice = choice) -> None:
             routes_TXK = kwargs["packed_seq_params"].data.routes_TXK
-            choice.recorded_TK = (
-                None if routes_TXK is None else routes_TXK[own_tokens(len(routes_TXK)), layer.layer_number - 1]
-            )
+            if routes_TXK is not None and sharing is not None:
+                routes_TXK = routes_TXK.chunk(sharing.size())[sharing.rank()]
+            choice.recorded_TK = None if routes_TXK is None else routes_TXK[:, layer.layer_number - 1]
 
         layer.register_forward_pre_hook(take_routes, with_kwargs=True)
     if not found:

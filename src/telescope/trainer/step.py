@@ -31,7 +31,7 @@ from telescope.trainer.first_rollouts import FirstRollouts
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing, timing_metrics
-from telescope.trainer.model import DTYPES, compute_dtype
+from telescope.trainer.model import compute_dtype
 from telescope.trainer.packing import lay_out, untrained_sample, warm_up_row
 from telescope.trainer.router_replay import RouterReplay
 from telescope.utils.timeline import Span, Timeline
@@ -238,7 +238,7 @@ class RLBackend(TrainingBackend):
 
     def save_hf(self, directory: Path) -> None:
         dtype = self.config.model_dtype
-        weights = self.named_weights(DTYPES[dtype])
+        weights = self.named_weights(getattr(torch, dtype))
         error: OSError | None = None
         if self.rank == 0:
             metas = [meta if meta.exact else replace(meta, dtype=dtype) for meta in self.weight_metadata()]

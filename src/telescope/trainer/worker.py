@@ -39,13 +39,8 @@ logger = logging.getLogger(__name__)
 class TrainerInfo:
     """Properties of a rank that is ready."""
 
-    num_parameters: int
     device: str
-    dtype: str
-    """The dtype of the stored weights."""
     config_hash: str
-    pid: int
-    host: str
     compiles: bool
     """Whether `warm_up` has something to do."""
     layout: Layout
@@ -104,12 +99,8 @@ class Trainer:
         freeze_heap()
         self._idle_since = time.time()
         return TrainerInfo(
-            num_parameters=backend.num_parameters,
             device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-            dtype=config.model_dtype,
             config_hash=config.hash,
-            pid=os.getpid(),
-            host=socket.gethostname(),
             compiles=backend.compiles,
             layout=backend.layout,
         )

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,10 +20,6 @@ from telescope.errors import UserError
 from telescope.utils.digests import damage, digests_of
 from telescope.utils.text import single_line, user_path
 from telescope.weights.plan import TensorMeta
-
-if TYPE_CHECKING:
-    import torch
-
 
 MARKER = ".telescope"
 """File (JSON) of a model folder that names its run, step and dtype, and the digests of its weights."""
@@ -130,10 +125,10 @@ def weights_digest(folder: Path) -> str:
 def _weights_digest(folder: Path, _files: tuple[tuple[str, int], ...]) -> str:
     import torch
 
-    read = folder_reader(folder)
+    files = open_tensors(folder)
 
     def describe(meta: TensorMeta) -> str:
-        tensor = read(meta.name)
+        tensor = files[meta.name].get_tensor(meta.name)
         values = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return f"{meta.name} {tensor.dtype} {tuple(tensor.shape)} {values.hexdigest()}"
 
@@ -179,12 +174,15 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def folder_reader(folder: Path) -> Callable[[str], torch.Tensor]:
-    """Returns a function that reads a tensor by name to the CPU."""
-    from safetensors import safe_open
+def open_tensors(folder: Path) -> dict[str, Any]:
+    """Returns the open safetensors file of each tensor in a folder, which reads it to the CPU. Raises `UserError`."""
+    from safetensors import SafetensorError, safe_open
 
     file_of: dict[str, Any] = {}
     for path in weight_files(folder):
-        file: Any = safe_open(path, framework="pt")
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{path} cannot be read: {error}. Convert or download the model again") from error
         file_of |= dict.fromkeys(file.keys(), file)
-    return lambda name: file_of[name].get_tensor(name)
+    return file_of

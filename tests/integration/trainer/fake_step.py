@@ -29,7 +29,7 @@ from telescope.trainer.batch import TrainSample
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.lora import add_adapters
 from telescope.trainer.metrics import StepMetrics
-from telescope.trainer.model import DTYPES, PolicyModel, load_causal_lm
+from telescope.trainer.model import PolicyModel, is_tied, load_causal_lm
 from telescope.trainer.packing import pack_step
 from telescope.utils.timeline import Timeline
 
@@ -87,7 +87,7 @@ def step(backend: Any, vocab_size: int, micro_batches: int) -> None:
 def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
     def build(config: Any, mesh: Any, device: torch.device) -> PolicyModel:
         # As `build_sharded_policy`, without weights to read and send.
-        causal_lm = load_causal_lm(config.model, DTYPES[config.model_dtype], with_weights=False)
+        causal_lm = load_causal_lm(config.model, getattr(torch, config.model_dtype), with_weights=False)
         if config.lora_rank:
             add_adapters(causal_lm, config)
         policy = PolicyModel(causal_lm, config.entropy_chunk_size)
@@ -96,11 +96,11 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
             recomputes_attention(config.recompute_attention, config, None, None),
         )
         wrap_blocks(policy, num_recomputed=count, recompute_attention=attention, compiled=False)
-        is_tied = policy.is_tied
+        shares_table = is_tied(policy.causal_lm)
         sharding.shard(policy, mesh, sharding.compute_dtype(config), reshard=config.fsdp_reshard_after_forward)
         set_prefetch(policy, config.fsdp_prefetch_layers)
         policy.to_empty(device=device)
-        if is_tied:
+        if shares_table:
             policy.head.weight = policy.causal_lm.get_input_embeddings().weight
         return policy
 

@@ -31,7 +31,7 @@ def test_the_writer_sees_no_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     saver = BackgroundSaver(torch.device("cpu"), ("127.0.0.1", store.port))
-    monkeypatch.setattr(saver._copies, "copy", lambda state: state)
+    monkeypatch.setattr(saver.copies, "copy", lambda state: state)
     try:
         saver.start({"weight": NotedGpus(tmp_path / "gpus")}, tmp_path / "checkpoint")
         saver.wait()

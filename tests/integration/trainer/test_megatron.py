@@ -29,7 +29,7 @@ from telescope.errors import RunError, UserError
 from telescope.orchestrator.conversion import convert
 from telescope.trainer.batch import StepInput
 from telescope.trainer.checkpoint_names import checkpoint_tensors
-from telescope.trainer.logprob import VocabularyPart
+from telescope.trainer.logprob import logprobs_of_part
 from telescope.trainer.packing import pack_step
 from telescope.trainer.self_check import GradientComparison, compare_gradients
 from telescope.trainer.worker import Trainer
@@ -156,8 +156,7 @@ def divided_vocabulary(group: Any) -> tuple[list[torch.Tensor], list[torch.Tenso
         return [logprob_N.detach(), entropy_N.detach(), *torch.autograd.grad(total, inputs)]
 
     hidden, part = hidden_ND.clone().requires_grad_(), padded_VD[own].clone().requires_grad_()
-    vocabulary = VocabularyPart(group, own.start, 37)
-    found = results(*vocabulary.logprob_entropy(hidden, part, targets_N, 0.7, 3), hidden, part)
+    found = results(*logprobs_of_part(hidden, part, targets_N, 0.7, 3, group, 37), hidden, part)
     torch.distributed.all_reduce(found[2], group=group)  # of the hidden states each rank has a share
     hidden, whole = hidden_ND.clone().requires_grad_(), padded_VD.clone().requires_grad_()
     logp_NV = (hidden @ whole[:37].t() / 0.7).log_softmax(dim=-1)

@@ -88,7 +88,7 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
 def _failures_of_writers(trainer: Trainer, folder: Path) -> list[str | None]:
     """The errors of four checkpoints: the second without memory on rank 1, the third after a writer was killed."""
     saver = trainer.backend.saver  # type: ignore[attr-defined]
-    copy, errors = saver._copies.copy, []
+    copy, errors = saver.copies.copy, []
 
     def fails(state: Any) -> Any:
         raise OSError("no shared memory")
@@ -97,7 +97,7 @@ def _failures_of_writers(trainer: Trainer, folder: Path) -> list[str | None]:
         if step == 2 and trainer.rank == 0:
             os.kill(saver._process.pid, signal.SIGKILL)
             saver._process.join()
-        saver._copies.copy = fails if step == 1 and trainer.rank == 1 else copy
+        saver.copies.copy = fails if step == 1 and trainer.rank == 1 else copy
         directory = folder / f"step_{step}"
         try:
             trainer.save_checkpoint(step, directory)

@@ -155,7 +155,7 @@ def test_memory_for_checkpoints_is_there_from_the_start_and_changes_no_bit_of_tr
     plain = train(trainer)
     trainer.config.checkpoint_every = 1  # the backend has the same object
     trainer.restart()
-    stager = trainer.backend.saver._copies._stager
+    stager = trainer.backend.saver.copies._stager
     allocated = {id(copy) for copy in stager._cached_storage_mapping.values()}
     assert same(train(trainer), plain)
     trainer.save_checkpoint(4, tmp_path / "step_4")

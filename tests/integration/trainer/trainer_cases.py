@@ -195,12 +195,8 @@ def step_gradient(trainer: Trainer, step_input: StepInput) -> dict[str, torch.Te
     if trainer.config.train_backend == "fsdp":
         found = gradients(trainer)
     else:
-        from telescope.trainer.backends.megatron import conversion
-
         own = {name: parameter.main_grad for name, parameter in backend.stage.named_parameters()}
-        found = dict(conversion.export(
-            own, backend.mappings, backend.division, backend.parallel, backend.heads, backend.shapes, torch.float32
-        ))  # fmt: skip
+        found = dict(backend.conversion.export(own, torch.float32))
     divisor = denominator(backend.algorithm, batch, trainer.config)
     return {name: (tensor / divisor).cpu() for name, tensor in found.items()}
 

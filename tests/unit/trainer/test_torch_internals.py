@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, shard_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -44,5 +45,5 @@ def test_the_index_names_the_files_and_their_sizes(tmp_path):
     ((name, size),) = shard_sizes(tmp_path).items()
     assert 400 <= size <= (tmp_path / name).stat().st_size
     (tmp_path / ".metadata").write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match="UnpicklingError"):
+    with pytest.raises(RunError, match="metadata cannot be read"):
         shard_sizes(tmp_path)

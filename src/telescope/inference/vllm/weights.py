@@ -56,7 +56,7 @@ from telescope.weights.engine_weights import (
     tied_names,
 )
 from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.model_folder import folder_reader
+from telescope.weights.model_folder import open_tensors
 from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
 
 if TYPE_CHECKING:
@@ -237,11 +237,13 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.update = None
         if update.dtype != "float32":
             update = replace(update, wide=float32_names(self.model, update.metas))
-        read = folder_reader(Path(update.folder))
+        files = open_tensors(Path(update.folder))
         with set_current_vllm_config(self.vllm_config):
             for bucket in plan_buckets(update):
                 metas = [meta for meta, _ in bucket.entries]
-                tensors = [(m.name, read(m.name).to(self.device, getattr(torch, m.dtype))) for m in metas]
+                tensors = [
+                    (m.name, files[m.name].get_tensor(m.name).to(self.device, getattr(torch, m.dtype))) for m in metas
+                ]
                 self.fingerprints_of_folder |= {name: to_hex(fingerprint(tensor)) for name, tensor in tensors}
                 self._load(tensors)
         self.update = update

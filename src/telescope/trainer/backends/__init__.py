@@ -129,11 +129,6 @@ class TrainingBackend(ABC):
     def close(self) -> None:  # noqa: B027  # most subclasses start nothing
         """Ends what the backend has started outside this process."""
 
-    @property
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Number of parameters of the whole model, with tied ones counted once."""
-
 
 def find_backend(name: str) -> type[TrainingBackend]:
     """Returns the class of `train_backend`: a built-in name or `package.module:Class`.
@@ -154,14 +149,11 @@ def find_backend(name: str) -> type[TrainingBackend]:
         raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp', 'megatron' or 'package.module:Class'")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # the user's module may raise anything during its import
         raise ConfigError(
-            f"train_backend: {name!r} cannot be imported: {error}. Install it, add its folder to PYTHONPATH, or "
-            "start the run in that folder"
+            f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}. Correct it, install it, add "
+            "its folder to PYTHONPATH, or start the run in that folder"
         ) from error
-    except Exception as error:
-        # The user's module may raise anything during its import.
-        raise ConfigError(f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, class_name):
         raise ConfigError(
             f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}."

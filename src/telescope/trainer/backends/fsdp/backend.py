@@ -32,7 +32,7 @@ from telescope.trainer.checkpoint_names import named_tensors
 from telescope.trainer.lora import adapter_tensors, config_of_adapter, is_adapter, set_dropout, write_adapter
 from telescope.trainer.model import PREFIX, compute_dtype
 from telescope.trainer.model_input import model_input
-from telescope.trainer.router_replay import ReplayedRouters
+from telescope.trainer.router_replay import replay_in_transformers
 from telescope.trainer.sequence_exchange import ContextGroup, whole_row
 from telescope.trainer.step import GradientPart, RLBackend, RowLoss
 from telescope.utils.timeline import Timeline
@@ -59,7 +59,8 @@ class FSDPBackend(RLBackend):
                 f"{field} is set, but samples of {config.model} cannot share a row, which it needs: they are computed "
                 f"side by side. Leave {field} at its default"
             )
-        self.routers = ReplayedRouters(self.policy.layers, self.replay) if self.replay is not None else None
+        if self.replay is not None:
+            replay_in_transformers(self.policy.layers, self.replay)
         self.compiles = sharding.compiles_blocks(config, self.policy, self.device)
         self.parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         """Trained parameters, which with LoRA are only the adapters."""
@@ -71,7 +72,8 @@ class FSDPBackend(RLBackend):
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
         self.kernel = sharding.kernel_of(self.policy, compute_dtype(config), self.device)
         self.reduction = sharding.TimedReduceScatter()
-        self.reduction.measure(self.policy)
+        for unit in sharding.units(self.policy):
+            unit.set_custom_reduce_scatter(self.reduction)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         if self.config.checkpoint_every:
             self._prepare_checkpoints()
@@ -101,15 +103,12 @@ class FSDPBackend(RLBackend):
         group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
         return ContextGroup.of(group)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.policy.parameters())
-
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
         with self._dropout():
             for index, micro_batch in enumerate(micro_batches):
-                # Weights do not change until the update.
-                sharding.stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(micro_batches))
+                stays_gathered = self._keeps_gathered and index + 1 < len(micro_batches)  # they change in the update
+                for unit in sharding.units(self.policy):
+                    unit.set_reshard_after_backward(not stays_gathered, recurse=False)
                 with self.replay.counting() if self.replay is not None else nullcontext():
                     logp_N, entropy_N = self._forward(micro_batch, self.config.temperature, timeline, index)
                 total = loss(index, logp_N, entropy_N)
@@ -138,7 +137,8 @@ class FSDPBackend(RLBackend):
     ) -> list[torch.Tensor]:
         temperature = self.config.temperature if temperature is None else temperature
         logprobs = [self._forward(row, temperature, self.unmeasured())[0] for row in micro_batches]
-        sharding.reshard_all(self.policy)
+        for unit in sharding.units(self.policy):
+            unit.reshard()  # stayed gathered, since there was no backward pass
         return logprobs
 
     def _forward(
@@ -147,8 +147,8 @@ class FSDPBackend(RLBackend):
         """Computes logprob and entropy of a row's trained tokens, each [N]."""
         with timeline.span("data_to_device", index):
             row = model_input(micro_batch, self.device, self.kernel, self.context)
-        if self.routers is not None:
-            self.routers.set(row.routes_TXK)
+        if self.replay is not None:
+            self.replay.routes_TXK = row.routes_TXK
         logp_N, entropy_N = self.policy(row, temperature, timeline, index)
         if self.context is not None:
             own_2N = torch.stack([logp_N, entropy_N])
@@ -194,7 +194,7 @@ class FSDPBackend(RLBackend):
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         # Shards are cast before gathering, for half the bytes and half the memory.
-        named = self._named_tensors()
+        named = named_tensors(self.policy, PREFIX)
         if self.config.lora_rank:
             named = sharding.merged_tensors(named, self.policy, dtype)
         names = self.policy.checkpoint_names
@@ -207,28 +207,21 @@ class FSDPBackend(RLBackend):
             TensorMeta(
                 part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."), name in names.float32_buffers
             )
-            for name, tensor in self._named_tensors()
+            for name, tensor in named_tensors(self.policy, PREFIX)
             if not is_adapter(name)
             for part, shape in names.parts(name, torch.empty(tensor.shape, device="meta"))
         ]
 
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_tensors(self.policy, PREFIX)
-
     @torch.no_grad()
     def save_adapter(self, directory: Path, dtype: torch.dtype | None = None) -> int:
-        named = [(name, tensor) for name, tensor in self._named_tensors() if is_adapter(name)]
+        named = [(name, tensor) for name, tensor in named_tensors(self.policy, PREFIX) if is_adapter(name)]
         tensors = adapter_tensors(sharding.gather_full_tensors(named, dtype))
-        size, error = 0, None
-        if self.rank == 0:
-            try:
-                size = write_adapter(directory, tensors, config_of_adapter(tensors, self.config))
-            except OSError as caught:
-                error = caught  # raised below, so that the other ranks do not wait
-        dist.barrier()
-        if error is not None:
-            raise error
-        return size
+        try:
+            if self.rank == 0:
+                return write_adapter(directory, tensors, config_of_adapter(tensors, self.config))
+        finally:  # the other ranks do not wait for an error
+            dist.barrier()
+        return 0
 
     @functools.cached_property
     def saver(self) -> BackgroundSaver:
@@ -236,13 +229,13 @@ class FSDPBackend(RLBackend):
         return BackgroundSaver(self.device, self.store_address)
 
     def _prepare_checkpoints(self) -> None:
-        """Starts the writer and allocates the copy, so that the first checkpoint does not pause training for this."""
+        """Starts the writer and allocates the copy, which takes longer than a copy, before training begins."""
         saver, state = self.saver, self._saved_state()
         # torch has created the new optimizer's state with a step without gradients and learning rate, and counted it.
         for values in self.optimizer.state.values():
             values["step"].zero_()
         try:
-            saver.prepare(state)
+            saver.copies.copy(state)
         except OSError as error:  # each checkpoint will fail for this reason, but the run continues
             logger.warning("checkpoints will fail: %s", error)
 

@@ -7,7 +7,6 @@ the copy only; the second process (`checkpoint_writer`) then writes the files.
 Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.checkpoint_writer import write_checkpoints
-from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_index, shard_sizes
+from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_index, read_part, shard_sizes
 from telescope.trainer.lora import is_adapter
-from telescope.utils.data import split_by_size
 from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -41,7 +39,7 @@ class BackgroundSaver:
 
     def __init__(self, device: torch.device, store: tuple[str, int]) -> None:
         """Starts the writer in the background. `store` is host and port of the ranks' store."""
-        self._copies = SharedCopies(device)
+        self.copies = SharedCopies(device)
         self._store = store
         self._num_writers = 0
         self._is_writing = False
@@ -56,10 +54,6 @@ class BackgroundSaver:
         child.close()  # so that `recv` ends when the process ends
         self._num_writers += 1
 
-    def prepare(self, state: dict[str, Any]) -> None:
-        """Allocates the memory of the copies, which takes longer than a copy. Raises `OSError` if it fails."""
-        self._copies.copy(state)
-
     def start(self, state: dict[str, Any], directory: Path) -> None:
         """Copies `state` and starts to write it. Collective. Call `wait` for the last save first.
 
@@ -73,7 +67,7 @@ class BackgroundSaver:
         problem: OSError | None = None
         copy: dict[str, Any] = {}
         try:
-            copy = self._copies.copy(state)
+            copy = self.copies.copy(state)
         except OSError as error:
             problem = error
         if not _on_all_ranks(problem is None):
@@ -125,14 +119,12 @@ def missing_files(directory: Path, train_backend: str) -> list[str]:
 
     Empty for a backend with another format.
     """
-    if train_backend != "fsdp" and not (directory / ".metadata").exists():
-        return []
+    if not (directory / ".metadata").exists():
+        return [".metadata, the index of the shards, does not exist"] if train_backend == "fsdp" else []
     try:
         sizes = shard_sizes(directory)
-    except FileNotFoundError:
-        return [".metadata, the index of the shards, does not exist"]
-    except (OSError, ValueError) as error:
-        return [f".metadata, the index of the shards, cannot be read ({error})"]
+    except RunError as error:
+        return [f".metadata, the index of the shards, cannot be read ({error.__cause__})"]
     missing = []
     for name, size in sorted(sizes.items()):
         path = directory / name
@@ -160,39 +152,17 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
             group.update(own)
 
 
-READ_BYTES = 256 << 20
-"""Bytes of weights that are read at a time. A larger tensor is read alone."""
-
-
 def saved_weights(directory: Path) -> list[TensorMeta]:
     """Returns the metadata of a checkpoint's weights by their names in the model. Raises `RunError` for damage."""
-    try:
-        saved = read_index(directory).state_dict_metadata
-    except (OSError, ValueError) as error:
-        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
     return [
         TensorMeta(name.removeprefix(f"{MODEL}."), tuple(entry.size), str(entry.properties.dtype).partition(".")[2])
-        for name, entry in saved.items()
+        for name, entry in read_index(directory).state_dict_metadata.items()
         if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
     ]
 
 
-def read_weights(
-    directory: Path, metas: Sequence[TensorMeta], *, read_bytes: int = READ_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole tensors in the order of `metas`, without a process group.
-
-    Memory holds `read_bytes`, or the largest tensor. Raises `RunError` for a damaged checkpoint.
-    """
-    for group in split_by_size(metas, lambda meta: meta.numel * getattr(torch, meta.dtype).itemsize, read_bytes):
-        state = {f"{MODEL}.{meta.name}": torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in group}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "there is no process group"
-                dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-        except dcp.CheckpointException as error:
-            reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-            raise RunError(f"{directory} is damaged: {reasons}. Use another step") from error
-        while state:
-            name = next(iter(state))
-            yield name.removeprefix(f"{MODEL}."), state.pop(name)
+def read_weights(directory: Path, metas: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole tensors in the order of `metas`, one at a time. Raises `RunError` for a damaged checkpoint."""
+    index = read_index(directory)
+    for meta in metas:
+        yield meta.name, read_part(directory, index, f"{MODEL}.{meta.name}", ())

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from telescope.errors import RunError
+
 NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", "No space left")
 """Parts of torch's messages when /dev/shm is full."""
 
@@ -43,13 +45,11 @@ class SharedCopies:
 
 
 def read_index(directory: Path) -> Metadata:
-    """Returns the index of a checkpoint's shards. Raises `OSError` or `ValueError` if it cannot be read."""
+    """Returns the index of a checkpoint's shards. Raises `RunError` if it cannot be read."""
     try:
         return dcp.FileSystemReader(directory).read_metadata()
-    except OSError:
-        raise
     except Exception as error:  # it is a pickle, which raises anything if it is damaged
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
 
 
 def shard_sizes(directory: Path) -> dict[str, int]:
@@ -61,7 +61,7 @@ def shard_sizes(directory: Path) -> dict[str, int]:
 
 
 def read_part(directory: Path, index: Metadata, name: str, first: tuple[int, ...]) -> torch.Tensor:
-    """Reads a part of a checkpoint's tensor, without a process group.
+    """Reads a part of a checkpoint's tensor, without a process group. Raises `RunError` for a damaged checkpoint.
 
     `first` are indices in the first dimensions, which the part lacks.
     """
@@ -74,7 +74,10 @@ def read_part(directory: Path, index: Metadata, name: str, first: tuple[int, ...
     planner = _OnePart(part)
     reader = dcp.FileSystemReader(directory)
     reader.set_up_storage_reader(index, is_coordinator=True)
-    reader.read_data(LoadPlan(items), planner).wait()
+    try:
+        reader.read_data(LoadPlan(items), planner).wait()
+    except Exception as error:  # of archives, pickles or files
+        raise RunError(f"{directory} is damaged: {name} cannot be read ({error}). Use another step") from error
     return part.reshape(entry.size[len(first) :])
 
 

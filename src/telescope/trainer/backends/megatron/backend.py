@@ -26,8 +26,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from telescope.config.megatron import FP8_MULTIPLE, check_architecture, check_gpu_fields, check_transformer_engine
 from telescope.errors import ConfigError
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.megatron import checkpoint, conversion
-from telescope.trainer.backends.megatron.families import ParameterMapping, heads_of, mappings_of, refuse_other_names
+from telescope.trainer.backends.megatron import checkpoint
+from telescope.trainer.backends.megatron.conversion import Conversion
+from telescope.trainer.backends.megatron.families import mappings_of, refuse_other_names
 from telescope.trainer.backends.megatron.model import LastStage, Row, build_stage, transformer_config
 from telescope.trainer.backends.megatron.optimizer import build_optimizer, inner_optimizers, wrap
 from telescope.trainer.backends.megatron.parallel import destroy_groups, initialize
@@ -65,31 +66,26 @@ class MegatronBackend(RLBackend):
         )
         self.hf_config = hf_config = skeleton.config
         check_architecture(config, hf_config.to_dict())
-        self.heads = heads_of(hf_config)
-        self.shapes = {part: tensor.shape for part, tensor in checkpoint_tensors(skeleton)}
-        self.mappings: list[ParameterMapping] = mappings_of(
-            hf_config, transformer_engine=config.megatron_use_transformer_engine
-        )
-        refuse_other_names(self.mappings, self.shapes)
-        num_experts = getattr(hf_config, "num_experts", None) or 0
-        self.division = conversion.Division(
-            hf_config.num_hidden_layers, num_experts, self.parallel.pp.size(), self.parallel.ep.size()
-        )
+        shapes = {part: tensor.shape for part, tensor in checkpoint_tensors(skeleton)}
+        mappings = mappings_of(hf_config, transformer_engine=config.megatron_use_transformer_engine)
+        refuse_other_names(mappings, shapes)
+        self.conversion = Conversion(hf_config, mappings, shapes, self.parallel)
         self.megatron = transformer_config(hf_config, config, self.parallel, self.dtype)
         rotary = type(skeleton.model.rotary_emb)(hf_config)
         self.inv_freq = rotary.inv_freq.float().to(self.device)
         self.stage = build_stage(hf_config, self.megatron, self.parallel).to(self.device)
         if self.replay is not None:
-            replay_in_megatron(self.stage, self.replay, self._tokens_of_router)
-        folder = model_folder(config.model)
-        conversion.load(self.stage, folder, self.mappings, self.division, self.parallel, self.heads)
+            # With sequence parallelism, routers see only a part of this rank's tokens.
+            sharing = self.parallel.tp if self.megatron.sequence_parallel else None
+            replay_in_megatron(self.stage, self.replay, sharing)
+        self.conversion.load(self.stage, model_folder(config.model))
         self.ddp = wrap(self.stage, config)
         self.optimizer = build_optimizer(self.ddp, config)
         self.megatron.finalize_model_grads_func = _sum_gradients
         if config.megatron_overlap_grad_reduce:
             self.megatron.no_sync_func = self.ddp.no_sync
         self.last_stage = LastStage(self.parallel, hf_config.vocab_size, config.entropy_chunk_size)
-        self.kernel = choose_kernel(self.device, self.dtype, self.heads.size)
+        self.kernel = choose_kernel(self.device, self.dtype, self.conversion.heads.size)
         self.ddp.zero_grad_buffer()
         self._has_no_buffers = False
         if config.megatron_disable_unified_memory_jit:
@@ -97,23 +93,12 @@ class MegatronBackend(RLBackend):
 
     @property
     def layout(self) -> Layout:
-        return self.parallel.layout()
-
-    @property
-    def num_parameters(self) -> int:
-        tied = "lm_head.weight" if self.hf_config.tie_word_embeddings else None
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != tied)
-
-    def _tokens_of_router(self, num_tokens: int) -> slice:
-        """Returns which of this rank's tokens its routers see. With sequence parallelism they see only a part."""
-        if not self.megatron.sequence_parallel:
-            return slice(None)
-        size = num_tokens // self.parallel.tp.size()
-        return slice(size * self.parallel.tp.rank(), size * (self.parallel.tp.rank() + 1))
+        own = self.parallel
+        reports = own.is_last_stage and own.tp.rank() == 0 and own.cp.rank() == 0  # only the last stage has logprobs
+        return Layout(own.dp.rank(), own.dp.size(), reports=reports)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: RowLoss, timeline: Timeline) -> None:
-        def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor) -> Any:
-            logp_N, entropy_N = self._whole(out_2N, own, int(row.trained_T.sum()))
+        def finish(index: int, logp_N: torch.Tensor, entropy_N: torch.Tensor) -> Any:
             return loss(index, logp_N, entropy_N), torch.zeros((), dtype=torch.int), {}
 
         if self._has_no_buffers:
@@ -127,11 +112,9 @@ class MegatronBackend(RLBackend):
     def forward_logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float | None = None
     ) -> list[torch.Tensor]:
-        def finish(index: int, row: MicroBatch, own: slice, out_2N: torch.Tensor, **_: Any) -> torch.Tensor:
-            return self._whole(out_2N, own, int(row.trained_T.sum()))[0]
-
         temperature = self.config.temperature if temperature is None else temperature
-        results = self._run(micro_batches, temperature, finish, self.unmeasured(), forward_only=True)
+        timeline = self.unmeasured()
+        results = self._run(micro_batches, temperature, lambda _, logp_N, __: logp_N, timeline, forward_only=True)
         sizes = [int(row.trained_T.sum()) for row in micro_batches]
         whole = torch.cat(results) if results else torch.empty(sum(sizes), dtype=self.loss_dtype, device=self.device)
         if self.parallel.pp.size() > 1:
@@ -163,7 +146,13 @@ class MegatronBackend(RLBackend):
                     data.token_ids_ST, data.position_ids_ST, None,
                     packed_seq_params=row, output_processor=self.last_stage, output_processor_context=row,
                 )  # fmt: skip
-            return out, partial(finish, index, micro_batch, data.own)
+            return out, partial(finish_row, index, micro_batch, data.own)
+
+        def finish_row(index: int, micro_batch: MicroBatch, own: slice, out_2N: torch.Tensor, **_: Any) -> Any:
+            context = self.parallel.context
+            if context is not None:  # on every rank that shares the row
+                out_2N = whole_row(out_2N, own, int(micro_batch.trained_T.sum()), context)
+            return finish(index, *out_2N)
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -176,11 +165,6 @@ class MegatronBackend(RLBackend):
             collect_non_loss_data=forward_only,
         )
         return results
-
-    def _whole(self, out_2N: torch.Tensor, own: slice, num_tokens: int) -> torch.Tensor:
-        """Returns logprobs and entropies of the whole row, [2, N], on every rank that shares the row."""
-        context = self.parallel.context
-        return out_2N if context is None else whole_row(out_2N, own, num_tokens, context)
 
     @torch.no_grad()
     def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:
@@ -217,16 +201,12 @@ class MegatronBackend(RLBackend):
         if self.config.weight_broadcast_free_grad_buffers and not self._has_no_buffers:
             self.ddp.offload_grad_buffers()  # they are zero now; the next forward pass restores them
             self._has_no_buffers = True
-        yield from conversion.export(
-            dict(self.stage.named_parameters()), self.mappings, self.division, self.parallel, self.heads, self.shapes,
-            dtype or self.dtype,
-        )  # fmt: skip
+        yield from self.conversion.export(dict(self.stage.named_parameters()), dtype or self.dtype)
 
     def weight_metadata(self) -> list[TensorMeta]:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return [
-            TensorMeta(name, tuple(self.shapes[name]), dtype) for mapping in self.mappings for name in mapping.names
-        ]
+        dtype, shapes = str(self.dtype).removeprefix("torch."), self.conversion.shapes
+        names = (name for mapping in self.conversion.mappings for name in mapping.names)
+        return [TensorMeta(name, tuple(shapes[name]), dtype) for name in names]
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
         checkpoint.save(self.stage, self.optimizer if self.config.checkpoint_save_training_state else None, directory)

@@ -100,11 +100,6 @@ class ParameterMapping:
     layer: int | None = None
     expert: int | None = None
 
-    def parameter(self, first_layer: int = 0, first_expert: int = 0) -> str:
-        """Returns the parameter's name in a stage that begins with these numbers."""
-        layer, expert = (self.layer or 0) - first_layer, (self.expert or 0) - first_expert
-        return self.entry.parameter.format(layer=layer, expert=expert)
-
     @property
     def names(self) -> list[str]:
         """The names of the tensors in the checkpoint."""

@@ -33,7 +33,7 @@ from torch import nn
 from telescope.trainer.attention import packed_attention
 from telescope.trainer.backends.megatron.families import heads_of, rows_of_vocabulary
 from telescope.trainer.backends.megatron.parallel import Parallel
-from telescope.trainer.logprob import VocabularyPart
+from telescope.trainer.logprob import logprobs_of_part
 from telescope.trainer.model_input import ModelInput
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns about options that are chosen here on purpose
@@ -135,9 +135,7 @@ class LastStage:
     """Megatron's `output_processor`. Returns logprobs and entropies of the row's predicted tokens, [2, N]."""
 
     def __init__(self, parallel: Parallel, vocab_size: int, chunk_size: int) -> None:
-        rows = rows_of_vocabulary(vocab_size, parallel.tp.size()) // parallel.tp.size()
-        self.part = VocabularyPart(parallel.tp, parallel.tp.rank() * rows, vocab_size)
-        self.chunk_size = chunk_size
+        self.group, self.vocab_size, self.chunk_size = parallel.tp, vocab_size, chunk_size
 
     def __call__(
         self,
@@ -156,8 +154,9 @@ class LastStage:
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
         hidden_ND = hidden.squeeze(1).index_select(0, context.data.predicting_N)
+        target_N, temperature = context.data.target_N, context.temperature
         return torch.stack(
-            self.part.logprob_entropy(hidden_ND, weight, context.data.target_N, context.temperature, self.chunk_size)
+            logprobs_of_part(hidden_ND, weight, target_N, temperature, self.chunk_size, self.group, self.vocab_size)
         )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT
 from telescope.trainer.sequence_exchange import ContextGroup
 
 
@@ -38,11 +38,6 @@ class Parallel:
     def context(self) -> ContextGroup | None:
         """The ranks that share a row, or None if every row has its own rank."""
         return ContextGroup.of(self.cp) if self.cp.size() > 1 else None
-
-    def layout(self) -> Layout:
-        """Returns the layout of the trainer's ranks. Only the last stage has logprobs."""
-        reports = self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
-        return Layout(self.dp.rank(), self.dp.size(), reports=reports)
 
 
 def initialize(config: Any) -> Parallel:

@@ -35,10 +35,7 @@ def saved_weights(
     """
     hf_config = AutoConfig.for_model(**config)
     heads = heads_of(hf_config)
-    try:
-        index = read_index(directory)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
+    index = read_index(directory)
     mappings = mappings_of(hf_config)
     metas = []
     for mapping in mappings:
