@@ -1,4 +1,4 @@
-"""Builds the FastAPI application from the addresses of `telescope.dashboard.api` and the pages.
+"""Builds the FastAPI application from the addresses of `telescope.dashboard.routes` and the pages.
 
 Owns the status codes of errors, the page about the API and the built files. No address becomes a path below a run.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
@@ -20,11 +20,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Scope
 
 from telescope import __version__
-from telescope.dashboard.api import check_parameters, runs, samples, timeline, user
 from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.projects import Projects
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.remote import WandbRuns
+from telescope.dashboard.routes import add_routes
 from telescope.dashboard.safety import Safety
 from telescope.dashboard.store import NotFoundError
 from telescope.errors import UserError
@@ -70,8 +70,7 @@ def create_app(
     app.state.projects = Projects(list(remotes), app.state.documents)
     app.state.registry = Registry(roots, app.state.projects.remotes)
     app.state.static = static
-    for router in (runs.router, runs.code_router, samples.router, timeline.router, user.router):
-        app.include_router(router, dependencies=[Depends(check_parameters)])
+    add_routes(app)
 
     @app.get("/api/docs", include_in_schema=False)
     def docs() -> HTMLResponse:

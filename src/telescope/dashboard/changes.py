@@ -11,10 +11,12 @@ For all other numbers, the effect is the difference of the means in standard dev
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from fastapi import Query
 
+from telescope.dashboard.api import Integer
 from telescope.dashboard.store import RunStore, key_of
 from telescope.environments.types import CONTEXT_EXHAUSTED
 from telescope.health.rules import REWARD
@@ -48,7 +50,9 @@ NUM_ANSWERS, NUM_EVENTS, NUM_CHARACTERS = 5, 20, 240
 """Most answers and events that are returned, and most characters of an answer."""
 
 
-def changes(store: RunStore, step: int, window: int, metric: str) -> dict[str, Any]:
+def changes(
+    store: RunStore, step: Integer, window: Annotated[int, Query(ge=1, le=1000)] = 5, metric: str = REWARD
+) -> dict[str, Any]:
     """Compares up to `window` steps before and from `step` on. Returns cells, effects, events and answers."""
     visible = store.visible()
     _, columns, metrics = store.steps()

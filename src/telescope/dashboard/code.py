@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from telescope.dashboard.api import Integer
 from telescope.dashboard.store import NotFoundError
 from telescope.errors import UserError
 from telescope.record.reader import Run
@@ -72,7 +73,7 @@ def archives(run: Run) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named}
 
 
-def overview(run: Run, attempt: int | None) -> dict[str, Any]:
+def overview(run: Run, attempt: Integer | None = None) -> dict[str, Any]:
     """Returns git state, uncommitted changes and the list of files. Without any code, `attempt` is null."""
     found = sorted(archives(run))
     if not found and attempt is None:
@@ -89,7 +90,7 @@ def overview(run: Run, attempt: int | None) -> dict[str, Any]:
     }
 
 
-def file(run: Run, attempt: int | None, path: str) -> dict[str, Any]:
+def file(run: Run, path: str, attempt: Integer | None = None) -> dict[str, Any]:
     """Returns the text of a file, or null for a binary or large file. Raises `NotFoundError`."""
     snapshot = snapshot_of(run, attempt)
     if path not in snapshot.files:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from telescope.dashboard.api import Integer
 from telescope.dashboard.samples import NUMBERS, Filters
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
@@ -23,7 +24,7 @@ TEXT = 4000
 
 
 def distribution(
-    store: RunStore, metric: str, environment: str, tag: str = "", *, histogram: bool = False
+    store: RunStore, metric: str = "reward", environment: str = "", tag: str = "", histogram: bool = False
 ) -> dict[str, list[Any]]:
     """Returns the distribution of a number, with one row per step.
 
@@ -121,7 +122,7 @@ def evals(store: RunStore) -> list[Row]:
     return [{**row, "metrics": row["metrics"] or {}} for row in rows]
 
 
-def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
+def eval_samples(store: RunStore, attempt: Integer, eval_id: str) -> list[Row]:
     """Returns the answers of one eval by item. `score` is the eval's metric, or None for a failed answer.
 
     A retried answer replaces the failed answer. Omits answers without a row in `samples`. Raises `NotFoundError`.

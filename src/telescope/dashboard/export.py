@@ -89,7 +89,7 @@ def content_of(registry: Registry, run_id: str, now: float) -> dict[str, Any]:
     left_out: list[str] = []
     info = runs.run_info(registry, run_id)
     info["info"] = {**info["info"], "live": False}
-    health = runs.health_of(registry, run_id)
+    health = runs.health_of(store)
     steps = runs.steps(store, 0)
     chosen = _evenly(len(steps["step"]), MAX_STEPS)
     if len(chosen) < len(steps["step"]):
@@ -143,7 +143,7 @@ def _color(key: str) -> dict[str, Any]:
 def _code(store: RunStore, left_out: list[str]) -> dict[str, Any]:
     """Returns git state and uncommitted changes, without files."""
     try:
-        found = code.overview(store.run, None)
+        found = code.overview(store.run)
     except UserError as error:
         left_out.append(f"the code ({error})")
         return code.NOTHING

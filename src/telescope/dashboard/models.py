@@ -19,8 +19,13 @@ TYPES: dict[pa.DataType, Any] = {
 }  # fmt: skip
 
 
-def columns_of(table: str, *, known: str = "", names: str = "") -> Callable[[type[Model]], type[Model]]:
-    """Adds columns of a table to a model, by default all. Only `known` columns and maps are never null."""
+def columns_of(
+    table: str, *, known: str = "", names: str = "", as_lists: bool = False
+) -> Callable[[type[Model]], type[Model]]:
+    """Adds columns of a table to a model, by default all. Only `known` columns and maps are never null.
+
+    With `as_lists`, the model has many rows, as a list for each column.
+    """
     chosen = names.split() or TABLES[table].column_names
 
     def extend(model: type[Model]) -> type[Model]:
@@ -29,7 +34,8 @@ def columns_of(table: str, *, known: str = "", names: str = "") -> Callable[[typ
             if column.name in chosen and column.name not in model.model_fields:
                 of_column = TYPES[column.type]
                 required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
-                fields[column.name] = (of_column if required else of_column | None, ...)
+                of_column = of_column if required else of_column | None
+                fields[column.name] = (list[of_column] if as_lists else of_column, ...)
         return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
     return extend

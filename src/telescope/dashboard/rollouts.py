@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from telescope.dashboard.api import Integer
 from telescope.dashboard.conversations import conversations, paths
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import beginnings
@@ -33,7 +34,7 @@ NUM_TOKENIZERS = 4
 """Tokenizers that stay in memory. A large vocabulary takes about 50 MB."""
 
 
-def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
+def groups(store: RunStore, step: Integer) -> list[dict[str, Any]]:
     """Returns the groups of a step with their samples of that step.
 
     A prompt that was requeued at the step has no row in `groups` until its outcome is final, so its samples form the
@@ -77,7 +78,7 @@ def groups(store: RunStore, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
+def detail(store: RunStore, attempt: Integer, sample_id: str) -> dict[str, Any]:
     """Returns all data of a sample. Raises `NotFoundError` if it does not exist or a later attempt superseded it."""
     key = (attempt, sample_id)
     if (sample := store.conversations([key], store.visible()).get(key)) is None:

@@ -4,30 +4,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from telescope.dashboard.curves import STATISTICS
 from telescope.dashboard.models import Number, columns_of
 from telescope.dashboard.rollouts import IN_FLIGHT
 from telescope.dashboard.tables import LONG_COLUMNS
+from telescope.dashboard.timeline import SPAN_COLUMNS
 from telescope.record.tables import TABLES
 
 
+@columns_of("step_stats", known="step n", names=" ".join(("step", "histogram", *STATISTICS)), as_lists=True)
 class Distribution(BaseModel):
     """The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high."""
 
-    step: list[int]
-    n: list[int]
-    mean: list[Number]
-    std: list[Number]
-    min: list[Number]
-    max: list[Number]
-    p5: list[Number]
-    p25: list[Number]
-    p50: list[Number]
-    p75: list[Number]
-    p95: list[Number]
-    gini: list[Number]
     low: list[Number]
     high: list[Number]
-    histogram: list[list[int] | None]
 
 
 @columns_of("evals", known="attempt eval_id name source status step version num_items num_completions num_scored")
@@ -48,18 +38,15 @@ class EvalSample(BaseModel):
     answer: str
 
 
+@columns_of("samples", known="status", names="reward advantage status metrics")
 class GroupSample(BaseModel):
     """A sample as a square of its group. `ratio` is the trainer's probability of its tokens over the engine's."""
 
     id: str
-    reward: Number
-    advantage: Number
-    status: str
     length: int | None
     logprob_sum: Number
     ratio: Number
     completion: str
-    metrics: dict[str, Number]
 
 
 @columns_of("groups", known="attempt", names="attempt environment status reason step reward_mean reward_std")
@@ -216,6 +203,7 @@ class Sample(SampleNumbers):
     sandbox_spans: list[SandboxSpan]
 
 
+@columns_of("spans", known="component name start end", names=" ".join(SPAN_COLUMNS), as_lists=True)
 class Spans(BaseModel):
     """Intervals as columns.
 
@@ -227,18 +215,8 @@ class Spans(BaseModel):
     part_seconds: float
     slots: dict[int, int]
     count: list[int]
-    attempt: list[int | None]
-    component: list[str]
-    name: list[str]
-    rank: list[int | None]
-    server: list[int | None]
     lane: list[int | None]
-    step: list[int | None]
-    micro_batch: list[int | None]
-    sample_id: list[str | None]
     status: list[str | None]
-    start: list[float]
-    end: list[float]
 
 
 class PathStep(BaseModel):

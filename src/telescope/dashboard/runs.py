@@ -6,14 +6,15 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow.compute as pc
+from fastapi import Query
 
 import telescope
+from telescope.dashboard import api
 from telescope.dashboard.models import Now
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
@@ -37,8 +38,12 @@ NEWEST_GAUGES = 4000
 WAITING = "vllm:num_requests_waiting"
 
 
-def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
+FIELDS = Query(description="Names of fields to add to each run, with commas between.")
+
+
+def run_rows(registry: Registry, fields: Annotated[str, FIELDS] = "") -> dict[str, Any]:
     """Returns the page of runs: rows, problems and roots. Each row has the named fields."""
+    names = [name for name in fields.split(",") if name]
     rows = []
     for run_id, listing in registry.listings():
         row = run_row(run_id, listing, registry.copy_in(listing.summary.path))
@@ -75,7 +80,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
     }
 
 
-def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
+def run_info(registry: Registry, run_id: api.RunId) -> dict[str, Any]:
     """Returns everything about a run that does not change with its steps."""
     store = registry.store(run_id)
     config, user_set = config_of(store.run)
@@ -127,15 +132,14 @@ def checkpoints_of(files: RunFiles) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
 
-def steps(store: RunStore, since: int) -> dict[str, Any]:
+def steps(store: RunStore, since: api.Row = 0) -> dict[str, Any]:
     """Returns the steps from row `since` on as columns, without superseded steps."""
     end, columns, metrics = store.steps(since)
     return {"next": end, **columns, "metrics": dict(metrics)}
 
 
-def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
+def health_of(store: RunStore) -> dict[str, Any]:
     """Returns verdict, health cells, alerts and progress of a run."""
-    store = registry.store(run_id)
     info, status = store.run.info, store.run.status
     _, read, metrics = store.steps()
     started, ended = read["started_at"], read["ended_at"]
@@ -179,8 +183,10 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
     return [EvalPoint(f"{name}#{number}" if numbers[name] > 1 else name, *rest) for name, number, *rest in rows]
 
 
-def compare(registry: Registry, run_ids: list[str], *, equal: bool = False) -> dict[str, Any]:
+def compare(registry: Registry, runs: Annotated[list[str], Query()], equal: bool = False) -> dict[str, Any]:
     """Compares settings of runs: all, or only different ones. Adds code and machines of their newest attempts."""
+    # A folder may have a comma in its name, so the pages repeat the parameter.
+    run_ids = runs if len(runs) > 1 else [run for run in runs[0].split(",") if run]
     stores = [registry.store(run_id) for run_id in run_ids]
     configs = [config_of(store.run)[0] for store in stores]
     names = dict.fromkeys(name for config in configs for name in config)

@@ -129,7 +129,7 @@ class ExportQuery(Filters):
     limit: Annotated[int, Query(ge=1, le=MOST_EXPORTED)] = MOST_EXPORTED
 
 
-def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
+def samples(store: RunStore, query: Annotated[SampleQuery, Query()]) -> dict[str, Any]:
     """Returns one page of the samples that pass all filters, with counts for each facet.
 
     A facet counts the samples that pass the filters of all other facets. Raises `UserError` for an unknown order or
@@ -161,7 +161,7 @@ def samples(store: RunStore, query: SampleQuery) -> dict[str, Any]:
     return {"total": total, "rows": rows, "facets": facets, "metrics": metrics}
 
 
-def prompts(store: RunStore, query: PromptQuery) -> dict[str, Any]:
+def prompts(store: RunStore, query: Annotated[PromptQuery, Query()]) -> dict[str, Any]:
     """Returns one page of the prompts whose samples pass all filters, with counts of (right) answers by step.
 
     An answer is right if its metric `correct` is 1 or, without that metric, if its reward is the highest of its

@@ -31,7 +31,13 @@ TIME = "coalesce(time, 0)"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
+def spans(
+    store: RunStore,
+    start: float | None = None,
+    end: float | None = None,
+    limit: Annotated[int, Query(ge=1, le=500_000)] = 40_000,
+    buckets: Annotated[int, Query(ge=1, le=20_000)] = 2000,
+) -> dict[str, Any]:
     """Returns the spans that overlap a range, as columns, and the number of `slots` of each server in the run.
 
     If there are more than `limit`, the range is divided into at most `buckets` parts. Spans shorter than a part are
@@ -133,7 +139,7 @@ def _covered(begins: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndar
     return before[place] - np.maximum(0.0, np.concatenate(([-np.inf], ends))[place] - times)
 
 
-def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
+def paths(store: RunStore, first: int, last: int, most: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
     """Returns the critical paths of at most `most` evenly spaced steps.
 
     For each step, returns the last answer of each group, and the spans that overlap the step: those of the step's last
@@ -178,7 +184,7 @@ def paths(store: RunStore, first: int, last: int, most: int) -> dict[str, Any]:
         }
 
 
-def sandboxes(store: RunStore, start: float | None, end: float | None) -> list[dict[str, Any]]:
+def sandboxes(store: RunStore, start: float | None = None, end: float | None = None) -> list[dict[str, Any]]:
     """Returns how often and how long sandboxes were created, used and waited for in a range."""
     store.refresh("spans")
     return store.rows(
@@ -200,14 +206,19 @@ def gauge_names(store: RunStore) -> list[dict[str, Any]]:
 
 
 def gauges(
-    store: RunStore, names: list[str], start: float | None, end: float | None, points: int
+    store: RunStore,
+    names: str,
+    start: float | None = None,
+    end: float | None = None,
+    points: Annotated[int, Query(ge=1, le=10_000)] = 400,
 ) -> list[dict[str, Any]]:
-    """Returns the smallest, mean and largest readings of gauges in `points` parts of a range.
+    """Returns the smallest, mean and largest readings of gauges in `points` parts of a range. `names` has commas.
 
     `time` is the time of a part's last reading, so that differences of counters are exact.
     """
     store.refresh("gauges")
-    ((first, last),) = store.fetch("SELECT min(time), max(time) FROM gauges WHERE list_contains(?, name)", [names])
+    wanted = names.split(",")
+    ((first, last),) = store.fetch("SELECT min(time), max(time) FROM gauges WHERE list_contains(?, name)", [wanted])
     if first is None:
         return []
     low = first if start is None else start
@@ -224,7 +235,7 @@ def gauges(
             f"SELECT {key}, any_value(labels) AS labels, list(time ORDER BY time) AS time, "
             "list(low ORDER BY time) AS min, list(mean ORDER BY time) AS mean, list(high ORDER BY time) AS max "
             f"FROM parts GROUP BY {key}, shown ORDER BY ALL",
-            {"names": names, "low": low, "high": high, "width": width, "last": points - 1},
+            {"names": wanted, "low": low, "high": high, "width": width, "last": points - 1},
         )
     ]
 
@@ -249,7 +260,7 @@ class LogQuery(BaseModel):
     limit: Annotated[int, Query(ge=1, le=10_000)] = 400
 
 
-def logs(store: RunStore, query: LogQuery) -> dict[str, Any]:
+def logs(store: RunStore, query: Annotated[LogQuery, Query()]) -> dict[str, Any]:
     """Returns log lines by time. Lines with equal times keep the order of the record.
 
     Lines of several files arrive a second or two late, so the newest rows are not the latest lines.

@@ -48,7 +48,7 @@ COUNTS = {
 def read_overview(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns health, curves, newest step, facts and current activity of a run."""
     store = registry.store(run_id)
-    health = health_of(registry, run_id)
+    health = health_of(store)
     _, columns, metrics = store.steps()
     curves = {}
     with np.errstate(all="ignore"):

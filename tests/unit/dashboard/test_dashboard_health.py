@@ -41,5 +41,5 @@ def test_a_resumed_run_does_not_stand_still_before_its_first_step(tmp_path):
                 times = {"started_at": 10.0 * step, "ended_at": 10.0 * step + 10.0}
                 recorder.write("steps", {"step": step, **times, "metrics": {}})
             assert recorder.flush()
-            texts.append(health_of(Registry([tmp_path]), "run")["verdict"][0]["text"])
+            texts.append(health_of(Registry([tmp_path]).store("run"))["verdict"][0]["text"])
     assert [text.startswith("No step has ended for") for text in texts] == [True, False, True]

@@ -99,7 +99,7 @@ def test_recordings_are_small_and_name_no_machine() -> None:
 
 def test_the_record_looks_like_that_of_a_real_run(run: Run) -> None:
     registry = Registry([run.files.run_dir])
-    health = health_of(registry, next(iter(registry.stores())))
+    health = health_of(next(iter(registry.stores().values())))
     assert health["progress"]["step"] == recorded("steps").num_rows
     assert len(health["cells"]) >= 8
     whole = run.sql("select count(*) from eval_samples e join samples s using (attempt, sample_id)").rows[0][0]

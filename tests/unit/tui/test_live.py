@@ -74,7 +74,7 @@ def test_the_overview_has_the_sentences_of_the_dashboard_and_what_the_run_does(l
     registry = Registry([live_run])
     frame = drawn(live_run, 120)
     one_line = " ".join(frame.split())
-    for sentence in health_of(registry, next(iter(registry.stores())))["verdict"]:
+    for sentence in health_of(next(iter(registry.stores().values())))["verdict"]:
         assert sentence["text"] in one_line
     for words in (
         "training", "20 of 50 steps", " left", "10 of 500 samples", "Reward", "step 19", "tokens/s",

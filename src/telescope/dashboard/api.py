@@ -1,23 +1,22 @@
-"""Defines the addresses of the API, with a file for each subject.
-
-An address checks its parameters and returns what a module of `telescope.dashboard` computes. Runs are named by ids that
-the registry knows, so no parameter becomes a path.
-"""
+"""Turns functions that return plain data into endpoints of the API, with checked parameters and JSON responses."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import Depends, HTTPException, Query, Request
+from fastapi import Depends, HTTPException, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
 from telescope.dashboard.models import to_json
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.store import RunStore
+from telescope.record.reader import Run
 
 LARGEST = 2**63 - 1
 """Largest integer of a column."""
@@ -31,6 +30,7 @@ MOST_VALUES = 1000
 Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Row = Annotated[int, Query(ge=0, le=LARGEST)]
 OptionalRow = Annotated[int | None, Query(ge=0, le=LARGEST)]
+RunId = Annotated[str, Path(alias="run")]
 
 
 def _registry(request: Request) -> Registry:
@@ -38,15 +38,43 @@ def _registry(request: Request) -> Registry:
     return found
 
 
-def _store(run: str, registry: Runs) -> RunStore:
-    return registry.store(run)
-
-
-Runs = Annotated[Registry, Depends(_registry)]
+Registered = Annotated[Registry, Depends(_registry)]
 """All runs that the server shows."""
+
+
+def _store(run_id: RunId, registry: Registered) -> RunStore:
+    return registry.store(run_id)
+
 
 Store = Annotated[RunStore, Depends(_store)]
 """The run that the address names. The response for an unknown run is 404."""
+
+
+def _run(store: Store) -> Run:
+    return store.run
+
+
+SUPPLIED: dict[Any, Any] = {Registry: Registered, RunStore: Store, Run: Annotated[Run, Depends(_run)]}
+"""Types of parameters that a request does not have, and where they come from."""
+
+
+def replying(function: Callable[..., Any]) -> Callable[..., Reply]:
+    """Returns an endpoint that replies with the result of a function.
+
+    Parameters of a type in `SUPPLIED` are the addressed run or all runs. The others are parameters of the request.
+    """
+
+    def endpoint(request: Request, **given: Any) -> Reply:
+        return Reply(request, function(**given))
+
+    signature = inspect.signature(function)
+    parameters = [inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)]
+    for one in signature.parameters.values():
+        known = SUPPLIED.get(one.annotation, one.annotation)
+        parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=known))
+    endpoint.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    endpoint.__name__ = function.__name__
+    return endpoint
 
 
 def check_parameters(request: Request) -> None:
