@@ -33,7 +33,7 @@ from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
-from telescope.sandbox.rollout_sandbox import Sandbox
+from telescope.sandbox.pool import Sandbox
 
 if TYPE_CHECKING:
     from telescope.rollout.endpoint import Endpoint

@@ -8,8 +8,7 @@ from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider
-from telescope.sandbox.remote import LABEL, run_label
+from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label
 
 CREATE_SECONDS = 600
 """Time for a creation, with the first build of an image."""
@@ -40,10 +39,8 @@ class DaytonaSandboxProvider(CloudSandboxProvider):
     def _connect(self) -> Any:
         return self.sdk.AsyncDaytona(self.sdk.DaytonaConfig(api_key=self.api_key) if self.api_key else None)
 
-    async def _sandbox(self, handle: SandboxHandle) -> Any:
-        if handle.provider_data is None:
-            handle.provider_data = await self.client.get(handle.id)
-        return handle.provider_data
+    async def _attach(self, sandbox_id: str) -> Any:
+        return await self.client.get(sandbox_id)
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
         life, snapshot = math.ceil(config.timeout_seconds / 60), config.extra.get("snapshot")

@@ -8,8 +8,7 @@ from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider
-from telescope.sandbox.remote import LABEL, run_label, unique_name
+from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label, unique_name
 
 
 class E2BSandboxProvider(CloudSandboxProvider):
@@ -36,10 +35,8 @@ class E2BSandboxProvider(CloudSandboxProvider):
         super().__init__(api_key)
         self.options = {"api_key": api_key} if api_key else {}
 
-    async def _sandbox(self, handle: SandboxHandle) -> Any:
-        if handle.provider_data is None:
-            handle.provider_data = await self.sdk.AsyncSandbox.connect(handle.id, **self.options)
-        return handle.provider_data
+    async def _attach(self, sandbox_id: str) -> Any:
+        return await self.sdk.AsyncSandbox.connect(sandbox_id, **self.options)
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
         create = self.sdk.AsyncSandbox.create

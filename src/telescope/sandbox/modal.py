@@ -8,8 +8,7 @@ from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider
-from telescope.sandbox.remote import LABEL, run_label
+from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label
 
 
 class ModalSandboxProvider(CloudSandboxProvider):
@@ -32,10 +31,8 @@ class ModalSandboxProvider(CloudSandboxProvider):
     def __init__(self) -> None:
         super().__init__()  # tokens come in pairs, from the environment or a file
 
-    async def _sandbox(self, handle: SandboxHandle) -> Any:
-        if handle.provider_data is None:
-            handle.provider_data = await self.sdk.Sandbox.from_id.aio(handle.id)
-        return handle.provider_data
+    async def _attach(self, sandbox_id: str) -> Any:
+        return await self.sdk.Sandbox.from_id.aio(sandbox_id)
 
     async def _start(self, config: SandboxConfig) -> SandboxHandle:
         extra, images = config.extra, self.sdk.Image

@@ -7,8 +7,7 @@ from typing import Any
 
 from telescope.sandbox import errors
 from telescope.sandbox.base import ExecResult, SandboxConfig, SandboxHandle
-from telescope.sandbox.cloud import CloudSandboxProvider
-from telescope.sandbox.remote import LABEL, run_label, unique_name
+from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label, unique_name
 
 
 class PrimeSandboxProvider(CloudSandboxProvider):

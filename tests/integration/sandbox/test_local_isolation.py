@@ -37,7 +37,7 @@ from telescope.sandbox import (
     local,
 )
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, run_sync
-from telescope.sandbox.rollout_sandbox import ENDPOINT_INSIDE
+from telescope.sandbox.pool import ENDPOINT_INSIDE
 
 pytestmark = pytest.mark.sandbox
 
