@@ -161,6 +161,8 @@ export interface Costs {
 
 /** The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high. */
 export interface Distribution {
+  low: Value[];
+  high: Value[];
   step: number[];
   n: number[];
   mean: Value[];
@@ -172,10 +174,8 @@ export interface Distribution {
   p50: Value[];
   p75: Value[];
   p95: Value[];
-  gini: Value[];
-  low: Value[];
-  high: Value[];
   histogram: (number[] | null)[];
+  gini: Value[];
 }
 
 /** A document that the user keeps. `value` is null and `version` empty if there is none yet. */
@@ -317,13 +317,13 @@ export interface Group {
 /** A sample as a square of its group. `ratio` is the trainer's probability of its tokens over the engine's. */
 export interface GroupSample {
   id: string;
-  reward: Value;
-  advantage: Value;
-  status: string;
   length: Value;
   logprob_sum: Value;
   ratio: Value;
   completion: string;
+  status: string;
+  reward: Value;
+  advantage: Value;
   metrics: Record<string, Value>;
 }
 
@@ -726,16 +726,16 @@ export interface Spans {
   part_seconds: number;
   slots: Record<string, number>;
   count: number[];
+  lane: Value[];
+  status: (string | null)[];
   attempt: Value[];
-  component: string[];
   name: string[];
+  component: string[];
   rank: Value[];
   server: Value[];
-  lane: Value[];
   step: Value[];
   micro_batch: Value[];
   sample_id: (string | null)[];
-  status: (string | null)[];
   start: number[];
   end: number[];
 }
