@@ -15,7 +15,7 @@ from telescope.errors import UserError
 from telescope.record.files import WriterLock
 from telescope.record.reader import Run, is_readable
 from telescope.record.table_files import block_name, list_blocks, list_tails
-from telescope.record.table_writer import split_at_gaps, why_foreign, write_block
+from telescope.record.table_writer import split_at_gaps, write_block
 from telescope.record.tables import TABLES
 from telescope.utils.data import split_by_size
 
@@ -54,12 +54,9 @@ def _merge(run: Run, name: str) -> list[Path]:
     """Merges the files of a table. Returns the files whose rows are now in other files."""
     folder = run.files.table(name)
     for file in run.table_files(name):
-        if file.rows is None:
-            num_rows = file.end - file.first
-            is_whole = is_readable(file.path) and pq.read_metadata(file.path).num_rows == num_rows
-        else:
-            is_whole = why_foreign(TABLES[name], file.path) is None
-        if not is_whole:
+        if file.rows is None and not (
+            is_readable(file.path) and pq.read_metadata(file.path).num_rows == file.end - file.first
+        ):
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []

@@ -144,9 +144,7 @@ def _read_tails(directory: Path, cursor: int) -> tuple[list[TableFile], list[Pat
 
 
 def _names(directory: Path) -> list[str]:
-    """Returns the names of regular files. Leaves out folders and dangling links."""
     try:
-        with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)]
+        return os.listdir(directory)
     except FileNotFoundError:
         return []

@@ -5,10 +5,10 @@ thread. Does not buffer or retry: the caller gets the `OSError`, and the rows ar
 
 Invariants: a row is written twice, into a tail without compression and into a block with it. A new file appears
 complete, by a rename. A block is on disk (fsync of file and folder) before its tails are removed; a tail is on disk
-before the next one begins. The folder's modification time changes with every append.
+before the next one begins. A damaged tail stays where it is, and rows go on behind it. The folder's modification time
+changes with every append.
 """
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,20 +23,8 @@ import pyarrow.parquet as pq
 from telescope.record.convert import Batch, conform, rows_to_table, warn_of
 from telescope.record.files import TEMPORARY_PREFIX, replace_file, replacing, sync
 from telescope.record.pending import Row
-from telescope.record.table_files import (
-    BLOCK_NAME,
-    TAIL_NAME,
-    TableFile,
-    block_name,
-    list_files,
-    list_tails,
-    read_tail,
-    tail_name,
-)
+from telescope.record.table_files import TableFile, block_name, list_files, list_tails, tail_name
 from telescope.record.tables import Table
-from telescope.utils.text import single_line
-
-logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 8 * 2**20
 """Largest tail, exceeded by at most one flush. A reader that follows a run reads the newest tail at every poll."""
@@ -44,9 +32,6 @@ TAIL_BYTES = 8 * 2**20
 ROW_GROUP_ROWS = 16_384
 ROW_GROUP_BYTES = 16 * 2**20
 """Size of row groups, and approximate memory for writing a block."""
-
-SET_ASIDE_PREFIX = "set-aside-"
-"""Name prefix of entries that are not valid files of the table. Readers ignore them."""
 
 _CATEGORIES = frozenset(
     (
@@ -73,7 +58,6 @@ class TableWriter:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
             path.unlink(missing_ok=True)
-        set_aside_foreign_files(table, directory)
         tails, listing = list_tails(directory), list_files(directory)
         self.num_rows = max([listing.end, *(first + 1 for first, path in tails if path in listing.damaged)])
         """Rows of the table."""
@@ -135,55 +119,12 @@ class TableWriter:
             if file.rows is not None
         ]
         self._tail = None  # also after a failure, because a block contains whole tails
-        try:
-            for run in split_at_gaps(tails):
-                write_block(self._table, self._directory, run)
-        except pa.ArrowException:
-            set_aside_foreign_files(self._table, self._directory)  # for the next attempt
-            raise
+        for run in split_at_gaps(tails):
+            write_block(self._table, self._directory, run)
         for first, path in list_tails(self._directory):
             if first >= self._num_rows_in_blocks and path not in listing.damaged:
                 path.unlink(missing_ok=True)
         self.num_tails, self.num_tail_bytes, self._num_rows_in_blocks = 0, 0, self.num_rows
-
-
-def set_aside_foreign_files(table: Table, directory: Path) -> None:
-    """Renames entries that have the name of a table file but are none.
-
-    Such entries are folders, links, and tails of another table. They would block a new tail or block of the same name.
-    Raises `OSError`.
-    """
-    for name in sorted(os.listdir(directory)):
-        path = directory / name
-        if not (TAIL_NAME.match(name) or BLOCK_NAME.match(name)) or (problem := why_foreign(table, path)) is None:
-            continue
-        target = path.with_name(f"{SET_ASIDE_PREFIX}{name}")
-        number = 2
-        while os.path.lexists(target):
-            target, number = path.with_name(f"{SET_ASIDE_PREFIX}{number}-{name}"), number + 1
-        os.rename(path, target)
-        what = "record: %s is no file of table %s (%s). It was renamed to %s"
-        logger.warning(what, path, table.name, problem, target.name)
-
-
-def why_foreign(table: Table, path: Path) -> str | None:
-    """Returns why an entry with the name of a table file is none of `table`, or None. Does not read blocks."""
-    if not path.is_file():
-        return "a folder" if path.is_dir() else "a link to no file"
-    if not TAIL_NAME.match(path.name):
-        return None
-    try:
-        rows = read_tail(path)
-        if rows is None:
-            return None
-        if not set(rows.column_names) & set(table.column_names):
-            return "it has none of its columns"
-        conform(rows, table.schema)
-    except PermissionError:  # it may have rows of the table
-        return None
-    except pa.ArrowException as error:
-        return single_line(str(error))
-    return None
 
 
 def split_at_gaps(files: Iterable[TableFile]) -> list[list[TableFile]]:

@@ -1,7 +1,6 @@
 """The names of files, and the rows of tails, show which files have each row once."""
 
 import struct
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,15 +108,6 @@ def test_a_damaged_tail_hides_no_rows_of_the_one_before(tmp_path):
     write_tail(tmp_path, 0, [1, 2, 3])
     (tmp_path / tail_name(1)).write_bytes(b"not a stream")
     assert values_of(tmp_path) == [1, 2, 3]
-
-
-def test_folders_and_dangling_links_are_no_files(tmp_path):
-    write_tail(tmp_path, 0, [1])
-    (tmp_path / tail_name(1)).mkdir()
-    (tmp_path / block_name(0, 9)).symlink_to(tmp_path / "gone")
-    assert list_files(tmp_path) == replace(list_files(tmp_path), gaps=(), end=1, damaged=())
-    (tmp_path / tail_name(2)).symlink_to(write_tail(tmp_path, 5, [9]).rename(tmp_path / "elsewhere"))
-    assert values_of(tmp_path) == [1, 9], "a link to a file is one"
 
 
 def test_texts_outside_their_file_end_a_tail(tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -184,83 +183,16 @@ def values(folder: Path) -> list[float]:
     return Run(folder.parents[1]).table("gauges", columns=["value"])["value"].to_pylist()
 
 
-def put_stream(path: Path, table: pa.Table) -> None:
-    with pa.ipc.new_stream(path, table.schema) as stream:
-        stream.write_table(table)
-
-
-def put_other_types(path: Path) -> None:
-    put_stream(path, pa.table({"value": ["no number"]}))
-
-
-def put_dangling_link(path: Path) -> None:
-    path.symlink_to(path.parent / "gone")
-
-
 @pytest.mark.parametrize("name", ["000000000001.arrows", "000000000002.arrows", "000000000007.arrows"])
-@pytest.mark.parametrize(
-    "put",
-    [
-        lambda path: path.write_bytes(b"not a stream"), Path.touch,
-        lambda path: put_stream(path, pa.table({"other": [1, 2]})), put_other_types, put_dangling_link, Path.mkdir,
-    ],
-    ids=["text", "nothing", "other columns", "other types", "dangling link", "folder"],
-)  # fmt: skip
-def test_what_is_no_tail_of_the_table_is_set_aside_and_rows_go_on(tmp_path, caplog, put, name):
+@pytest.mark.parametrize("content", [b"not a stream", b""])
+def test_rows_go_on_behind_a_damaged_tail(tmp_path, content, name):
     folder = tmp_path / "tables" / "gauges"
     writer = TableWriter(TABLES["gauges"], folder)
     writer.append([{"value": 0.0}, {"value": 1.0}])
-    put(folder / name)
+    (folder / name).write_bytes(content)
     writer = TableWriter(TABLES["gauges"], folder)
-    assert f"{folder / name} is no file of table gauges" in caplog.text and f"set-aside-{name}" in caplog.text
     writer.append([{"value": 2.0}])
     assert values(folder) == [0, 1, 2]
     writer.close_block()
     assert values(folder) == [0, 1, 2]
-    assert sorted(os.listdir(folder)) == [block_name(0, 3), f"set-aside-{name}"]
-
-
-@pytest.mark.parametrize("put", [Path.mkdir, put_dangling_link])
-def test_a_folder_or_link_with_the_name_of_a_block_hides_no_rows(tmp_path, caplog, put):
-    folder = tmp_path / "tables" / "gauges"
-    TableWriter(TABLES["gauges"], folder).append([{"value": 0.0}, {"value": 1.0}])
-    put(folder / block_name(0, 2))
-    put(folder / block_name(0, 99))
-    assert values(folder) == [0, 1]
-    assert Run(tmp_path).num_rows("gauges") == 2
-    writer = TableWriter(TABLES["gauges"], folder)
-    writer.close_block()
-    assert values(folder) == [0, 1]
-    assert caplog.text.count("is no file of table gauges") == 2
-
-
-def test_a_tail_of_another_table_that_comes_later_is_set_aside_by_the_second_try(tmp_path):
-    folder = tmp_path / "tables" / "gauges"
-    writer = TableWriter(TABLES["gauges"], folder)
-    writer.append([{"value": 0.0}, {"value": 1.0}])
-    put_other_types(folder / "000000000001.arrows")
-    with pytest.raises(pa.ArrowInvalid):
-        writer.close_block()
-    writer.append([{"value": 2.0}])
-    writer.close_block()
-    assert values(folder) == [0, 1, 2]
-
-
-def test_names_that_were_set_aside_before_are_kept(tmp_path):
-    for _ in range(3):
-        (tmp_path / block_name(0, 1)).mkdir()
-        TableWriter(TABLES["gauges"], tmp_path)
-    names = [f"set-aside-{prefix}{block_name(0, 1)}" for prefix in ("", "2-", "3-")]
-    assert sorted(os.listdir(tmp_path)) == sorted(names)
-
-
-def test_compaction_leaves_a_tail_of_another_table_out(tmp_path, caplog):
-    folder = tmp_path / "tables" / "gauges"
-    TableWriter(TABLES["gauges"], folder).append([{"value": 0.0}])
-    foreign = folder / "000000000001.arrows"
-    put_other_types(foreign)
-    run = Run(tmp_path)
-    with patch.object(compact_module, "GRACE_SECONDS", 0.0):
-        compact(run)
-    assert len(run.unreadable) == 1 and f"{foreign} is damaged" in caplog.text
-    assert sorted(os.listdir(folder)) == [block_name(0, 1), foreign.name]
+    assert (folder / name).read_bytes() == content
