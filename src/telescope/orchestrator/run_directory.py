@@ -28,7 +28,7 @@ from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
-from telescope.record.recorder import FileSizes, Recorder
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
 from telescope.trackers.launch import TrackerProcess
 from telescope.weights.model_folder import read_origin
@@ -76,11 +76,9 @@ class RunDirectory:
             self.path,
             attempt=next_attempt(self.path),
             flush_seconds=config.metrics_logger_interval_seconds,
-            sizes=FileSizes(
-                tail_seconds=config.event_tail_window_seconds,
-                block_seconds=config.event_block_duration_seconds,
-                block_rollouts=config.rollout_block_size,
-            ),
+            tail_seconds=config.event_tail_window_seconds,
+            block_seconds=config.event_block_duration_seconds,
+            block_rollouts=config.rollout_block_size,
         )
         self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name)
         with ExitStack() as stack:

@@ -57,18 +57,6 @@ MAX_RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class FileSizes:
-    """Limits at which files of tables end, see `docs/record.md`."""
-
-    tail_seconds: float = 60.0
-    """`event_tail_window_seconds`."""
-    block_seconds: float = 1800.0
-    """`event_block_duration_seconds`."""
-    block_rollouts: int = 500
-    """`rollout_block_size`."""
-
-
-@dataclass(frozen=True, slots=True)
 class RecorderHealth:
     """State of the recorder."""
 
@@ -82,6 +70,7 @@ class RecorderHealth:
 class Recorder:
     """Writes a run's tables. Close it, or use it as a context manager.
 
+    `tail_seconds`, `block_seconds` and `block_rollouts` limit the files of tables, see `docs/record.md`.
     Raises `UserError` if another process writes this run directory. Disk errors never raise.
     """
 
@@ -91,14 +80,16 @@ class Recorder:
         *,
         attempt: int = 1,
         flush_seconds: float = 2.0,
-        sizes: FileSizes | None = None,
+        tail_seconds: float = 60.0,
+        block_seconds: float = 1800.0,
+        block_rollouts: int = 500,
         max_pending_rows: int = 50_000,
         max_pending_bytes: int = 256 * 2**20,
     ) -> None:
         self.files = RunFiles(run_dir)
         self.attempt = attempt
         self._flush_seconds = flush_seconds
-        self.sizes = sizes or FileSizes()
+        self.tail_seconds, self.block_seconds, self.block_rollouts = tail_seconds, block_seconds, block_rollouts
         self._pending = PendingRows(max_pending_rows, max_pending_bytes)
         self._wake_rows = max(1, max_pending_rows // 4)
         self._wake_bytes = max(1, max_pending_bytes // 4)
@@ -287,14 +278,14 @@ class Recorder:
     def _end_files(self) -> None:
         """Ends tails and writes blocks that are due."""
         samples = self._writers.get("samples")
-        least = max(self.sizes.block_rollouts, samples.num_rows // MAX_ROLLOUT_BLOCKS) if samples else 0
+        least = max(self.block_rollouts, samples.num_rows // MAX_ROLLOUT_BLOCKS) if samples else 0
         enough_rollouts = samples is not None and samples.num_tail_rows >= least
         for name, writer in self._writers.items():
             try:
                 if self._is_block_due(name, writer, enough_rollouts):
                     writer.close_block()
                 else:
-                    writer.end_tail(self.sizes.tail_seconds)
+                    writer.end_tail(self.tail_seconds)
             except Exception as error:
                 # For example, space is low. The rows are already in tails, and the next cycle tries again.
                 self._log_once(f"block {name}", "record: a file of table %s cannot be ended: %s", name, error)
@@ -306,7 +297,7 @@ class Recorder:
             return True
         if name in ROLLOUT_TABLES:
             return enough_rollouts
-        return time.monotonic() - writer.tails_began >= self.sizes.block_seconds
+        return time.monotonic() - writer.tails_began >= self.block_seconds
 
     def _finish(self, cut: dict[str, int]) -> None:
         """Writes for the last time, with retries while time is left, then turns tails into blocks."""

@@ -9,15 +9,15 @@ import select
 import sys
 import time
 
-from telescope.record.recorder import FileSizes, Recorder
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run, next_attempt
 
 
 def write(run_dir: str, flush_seconds: float) -> None:
-    sizes = FileSizes(tail_seconds=0.05, block_seconds=0.3, block_rollouts=200)
     recorder = Recorder(
-        run_dir, attempt=next_attempt(run_dir), flush_seconds=flush_seconds, sizes=sizes, max_pending_rows=10**6
-    )
+        run_dir, attempt=next_attempt(run_dir), flush_seconds=flush_seconds, max_pending_rows=10**6,
+        tail_seconds=0.05, block_seconds=0.3, block_rollouts=200,
+    )  # fmt: skip
     info = begin_run(recorder, name="numbers", config_hash="0", config_json="{}", first_step=0)
     number = 0
     while not select.select([sys.stdin], [], [], 0.001)[0]:

@@ -15,7 +15,7 @@ import pytest
 
 from telescope.errors import UserError
 from telescope.record.reader import Run
-from telescope.record.recorder import FileSizes, Recorder
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run, read_run_json, status_now
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import TABLES
@@ -69,20 +69,20 @@ def flush_twice(recorder: Recorder) -> None:
 
 def test_new_rows_go_into_one_tail_for_a_window_of_time(tmp_path):
     for name, seconds, expected in (("long", 600.0, [".arrows"]), ("short", 0.0, [".arrows"] * 2)):
-        with Recorder(tmp_path / name, flush_seconds=600, sizes=FileSizes(tail_seconds=seconds)) as recorder:
+        with Recorder(tmp_path / name, flush_seconds=600, tail_seconds=seconds) as recorder:
             flush_twice(recorder)
             assert names(tmp_path / name, "spans") == names(tmp_path / name, "samples") == expected
 
 
 def test_events_are_a_block_after_a_duration(tmp_path):
-    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_seconds=0.0)) as recorder:
+    with Recorder(tmp_path, flush_seconds=600, block_seconds=0.0) as recorder:
         flush_twice(recorder)
         assert names(tmp_path, "spans") == [".parquet"] * 2
         assert names(tmp_path, "samples") == [".arrows"]
 
 
 def test_rollouts_are_a_block_after_a_number_of_samples(tmp_path):
-    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=2)) as recorder:
+    with Recorder(tmp_path, flush_seconds=600, block_rollouts=2) as recorder:
         flush_twice(recorder)
         assert names(tmp_path, "samples") == names(tmp_path, "turns") == [".parquet"]
         assert names(tmp_path, "spans") == [".arrows"]
@@ -93,7 +93,7 @@ def test_rollouts_are_a_block_after_a_number_of_samples(tmp_path):
 
 def test_a_long_run_has_few_files(tmp_path, monkeypatch):
     monkeypatch.setattr("telescope.record.recorder.MAX_ROLLOUT_BLOCKS", 4)
-    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=1)) as recorder:
+    with Recorder(tmp_path, flush_seconds=600, block_rollouts=1) as recorder:
         for number in range(100):
             recorder.write("samples", {"sample_id": str(number)})
             assert recorder.flush(30)
@@ -109,7 +109,7 @@ def bytes_written() -> int:
 def test_a_long_run_writes_as_many_bytes_per_step_at_its_end_as_before(tmp_path):
     text = np.random.default_rng(0).bytes(400).hex()
     written = []
-    with Recorder(tmp_path, flush_seconds=600, sizes=FileSizes(block_rollouts=16)) as recorder:
+    with Recorder(tmp_path, flush_seconds=600, block_rollouts=16) as recorder:
         for step in range(240):
             for index in range(8):
                 row = {"sample_id": f"{step}-{index}", "step": step, "completion_text": text[step : step + 600]}

@@ -18,7 +18,6 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, RunSummary, summarize
 from telescope.record.files import RunFiles
 from telescope.record.reader import Run
-from telescope.record.recorder import FileSizes
 from telescope.weights.model_folder import ModelOrigin, ModelSource, write_origin
 
 
@@ -202,7 +201,7 @@ def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path):
         while not list((tmp_path / "run" / "tables" / "samples").glob("*.parquet")):
             assert time.monotonic() < deadline, "a row is on disk after an interval, and a file of one rollout ends"
             time.sleep(0.01)
-        assert recorder.sizes == FileSizes(tail_seconds=7, block_seconds=8, block_rollouts=1)
+        assert (recorder.tail_seconds, recorder.block_seconds, recorder.block_rollouts) == (7, 8, 1)
 
 
 @pytest.mark.parametrize(("step", "left"), [(3, []), (5, ["model-step_5"]), (None, ["model-step_5"])])
