@@ -4,7 +4,7 @@ It has one thread and few imports, because imports delay the start of a sandbox.
 `kill -9 -1` inside does not reach. When its inherited socket closes, it exits, which ends every process of the sandbox.
 
 A request is a frame (request number and length, 4 bytes each) with fields separated by NUL: `exec`, time limit, folder,
-command, variables; `stop`, number of the command; `write`, path, content; `read`, path, maximum size; `relay`, socket
+command; `stop`, number of the command; `write`, path, content; `read`, path, maximum size; `relay`, socket
 path, port.
 A reply is the number, the exit code (signed; `FAILED`, `TIMED_OUT`), for each of two streams its full length and the
 length that follows (8 bytes each), then the streams. The middle of a long stream is left out.
@@ -53,9 +53,7 @@ class Stream:
 class Command:
     """A running command: its process, its streams and its deadline."""
 
-    def __init__(
-        self, server: "Server", number: int, seconds: float, folder: bytes, command: bytes, variables: list[bytes]
-    ) -> None:
+    def __init__(self, server: "Server", number: int, seconds: float, folder: bytes, command: bytes) -> None:
         self.number, self.deadline, self.timed_out = number, time.monotonic() + seconds, False
         self.mark = MARK + b"%d" % number
         self.streams = [Stream(server.output_limit), Stream(server.output_limit)]
@@ -77,7 +75,7 @@ class Command:
                 for descriptor, stream in enumerate(self.streams, 1):
                     posix.dup2(stream.write_end, descriptor)
                 posix.chdir(folder)
-                environment = dict(v.split(b"=", 1) for v in [*server.environment, *variables, self.mark])
+                environment = dict(v.split(b"=", 1) for v in [*server.environment, self.mark])
                 posix.execve(shell, [shell, *script], environment)
             except OSError as error:
                 posix.write(2, f"{error}\n".encode(errors="surrogateescape"))
@@ -170,8 +168,8 @@ class Server:
         kind, body = self.receive(length).split(b"\0", 1)
         try:
             if kind == b"exec":
-                seconds, folder, text, *variables = body.split(b"\0")
-                command = Command(self, number, float(seconds), folder, text, variables)
+                seconds, folder, text = body.split(b"\0")
+                command = Command(self, number, float(seconds), folder, text)
                 self.commands[command.process] = command
                 self.poll.register(command.process, select.POLLIN)
                 for stream in command.streams:
