@@ -189,7 +189,7 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
             low, high = (each.estimate.low, each.estimate.high) if each.estimate else (None, None)
             series.setdefault(label(outcome, each), []).append(Point(result.version, each.accuracy, low, high))
     if series:
-        path.write_text(line_chart(series, title="Accuracy, with 95 % intervals", x_label="training step"))
+        path.write_text(line_chart(series, title="Accuracy, with 95 % intervals"))
 
 
 def _steps(text: str) -> list[int]:

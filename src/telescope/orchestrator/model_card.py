@@ -60,7 +60,7 @@ def write_card(folder: Path, name: str, checkpoint: Path) -> None:
     rows = [row for row in rows if row["step"] < meta["step"] and row["reward_mean"] is not None]
     rewards = [Point(row["step"] + 1, row["reward_mean"]) for row in rows]  # here, steps count from 1
     if rewards:
-        chart = line_chart({"reward": rewards}, title="Mean training reward", x_label="training step")
+        chart = line_chart({"reward": rewards}, title="Mean training reward")
         (folder / CHART).write_text(chart)
     (folder / CARD).write_text(model_card(name, meta, run, rewards, read_origin(folder)))
 

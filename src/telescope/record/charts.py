@@ -20,8 +20,8 @@ class Point:
     high: float | None = None
 
 
-def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: str) -> str:
-    """Returns an SVG image with one line per series. Raises ValueError without points."""
+def line_chart(series: Mapping[str, Sequence[Point]], *, title: str) -> str:
+    """Returns an SVG image with one line per series, over training steps. Raises ValueError without points."""
     points = [point for line in series.values() for point in line]
     if not points:
         raise ValueError("a chart needs points")
@@ -36,7 +36,7 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, title: str, x_label: st
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">training step</text>',
     ]
     for tick in range(NUM_TICKS):
         value = y_low + (y_high - y_low) * tick / (NUM_TICKS - 1)

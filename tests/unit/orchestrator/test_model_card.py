@@ -125,7 +125,7 @@ def test_what_the_hub_refuses_is_an_error_with_the_fix(checkpoint, calls, monkey
 
 def test_a_chart_has_a_line_per_series_and_a_bar_per_interval():
     series = {"a <b>": [Point(0, 0.5, 0.4, 0.6), Point(10, 0.7, 0.6, 0.8)], "c": [Point(5, 0.1)]}
-    root = xml.etree.ElementTree.fromstring(line_chart(series, title="accuracy", x_label="step"))
+    root = xml.etree.ElementTree.fromstring(line_chart(series, title="accuracy"))
     tags = [element.tag.rpartition("}")[2] for element in root]
     assert tags.count("polyline") == 2
     assert tags.count("circle") == 3
