@@ -88,7 +88,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 class WandbRuns:
-    """The runs of one project. `root` is a folder of run directories. Close it, or use it as a context manager."""
+    """The runs of one project. `root` is a folder of run directories. Must be closed."""
 
     def __init__(self, project: WandbProject, cache: Path | None = None) -> None:
         self.project = project
@@ -101,12 +101,6 @@ class WandbRuns:
         self._newest = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_listing, name="telescope-wandb-list", daemon=True)
-
-    def __enter__(self) -> WandbRuns:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @property
     def num_runs(self) -> int:

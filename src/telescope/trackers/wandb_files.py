@@ -142,8 +142,11 @@ class RecordUpload:
             self._run.save(str(target), base_path=str(self._folder), policy="now")
         there |= {name: sizes[name] for name in saved}
         for name in saved:
-            if name.startswith("code/"):
-                self._log_code(self._run_dir / name)
+            if name.startswith("code/"):  # as W&B's artifact of sources, which W&B shows on its page Code
+                with tempfile.TemporaryDirectory(prefix="telescope-code-") as folder:
+                    with tarfile.open(self._run_dir / name) as archive:
+                        archive.extractall(folder, filter="data")
+                    self._run.log_code(folder, name=f"source-{self._run.id}", include_fn=lambda path: True)
 
     def finish(self) -> None:
         """Removes replaced files. Call it when all uploads are done."""
@@ -174,13 +177,6 @@ class RecordUpload:
         import wandb
 
         return wandb.Api(timeout=API_SECONDS).run(self._run.path)
-
-    def _log_code(self, archive: Path) -> None:
-        """Logs a code snapshot as W&B's artifact of sources, which W&B shows on its page Code."""
-        with tempfile.TemporaryDirectory(prefix="telescope-code-") as folder:
-            with tarfile.open(archive) as opened:
-                opened.extractall(folder, filter="data")
-            self._run.log_code(folder, name=f"source-{self._run.id}", include_fn=lambda path: True)
 
 
 def place(source: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -75,10 +76,10 @@ def stored_run(name: str, **fields: object) -> StoredRun:
     return StoredRun(name, f"{name}-name", {VERSION_KEY: "1", **CONFIG}, summary, ["a"], **fields)
 
 
-def opened(server: FakeWandb) -> WandbRuns:
+def opened(server: FakeWandb) -> closing[WandbRuns]:
     runs = WandbRuns(WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"])))
     runs.start()
-    return runs
+    return closing(runs)
 
 
 def opening(runs: WandbRuns, name: str = "live") -> RunCopy:
@@ -268,7 +269,7 @@ def test_a_cache_that_cannot_be_written_is_a_message_and_ends_no_thread(server, 
         opened(server)
     runs = WandbRuns(WandbProject(ENTITY, "p", Path(os.environ["WANDB_DIR"])))
     runs.start(must_answer=False)
-    with runs:
+    with closing(runs):
         assert f"The copy in {runs.root} cannot be written" in (runs.problem or "")
         (tmp_path / "cache").unlink()
         until(lambda: "cannot be written" not in (runs.problem or ""))
