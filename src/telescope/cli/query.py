@@ -16,7 +16,7 @@ from rich.text import Text
 from telescope.cli.main import EXIT_FAILED, CommandParser
 from telescope.cli.runs import add_root, folders_of_runs, runs_in, warn_of_unreadable
 from telescope.errors import UserError
-from telescope.record.query import Database, Result, describe_tables
+from telescope.record.query import Result, describe_tables, execute
 from telescope.record.reader import Run, is_run
 from telescope.utils.data import to_json_value
 from telescope.utils.text import did_you_mean, plain, pluralize, user_path
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.sql:
         raise UserError('No query is given. Try: telescope query "select * from runs", or telescope query --tables')
     runs = choose_runs(arguments.run or [], arguments.root)
-    result = Database(runs).execute(arguments.sql)
+    result = execute(runs, arguments.sql)
     if not arguments.run:
         where = ", ".join(map(str, folders_of_runs(arguments.root)))
         print(plain(f"telescope: {pluralize(len(runs), 'run')} in {where}"), file=sys.stderr)

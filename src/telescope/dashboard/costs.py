@@ -49,7 +49,7 @@ def costs(store: RunStore) -> dict[str, Any]:
     num_engines: dict[int, float] = {}
     num_ranks: dict[int, float] = {}
     for attempt in store.run.attempts():
-        began, topology = attempt["started_at"], dict(attempt["topology"] or ())
+        began, topology = attempt["started_at"], attempt["topology"] or {}
         number = attempt["attempt"]
         wall = max(0.0, max(times.get(number, ()), default=0.0) - began) if began else 0.0
         places = [place for name, place in topology.items() if name.startswith("inference server")]

@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 
-import duckdb
 import pyarrow as pa
 
 from telescope.dashboard.tables import OF_SAMPLE, Row, RunTables
 from telescope.errors import UserError
-from telescope.record.query import block_rows, exclude_damaged, sql_text
-from telescope.record.reader import READ_ATTEMPTS
+from telescope.record.query import Files, block_rows, read_again, sql_text
 
 KEY = ", ".join(OF_SAMPLE)
 
@@ -202,30 +200,22 @@ class RunStore(RunTables):
         return (0, -1) if last is None else (first, last)
 
     def _files(self, name: str, columns: str, where: str, cursor: int = 0, last: int | None = None) -> pa.Table:
-        """Returns rows from the files with rows from `cursor` to `last`, including superseded rows.
+        """Returns rows from the files with rows from `cursor` to `last`, including superseded rows."""
 
-        Starts again if a file was compacted.
-        """
-        for attempt in range(READ_ATTEMPTS):
-            found = self.run.table_files(name, cursor)
-            if last is not None:
-                found = [file for file in found if file.first <= last]
+        def read(files: Files) -> pa.Table:
+            found = [file for file in self.run.table_files(name, cursor) if last is None or file.first <= last]
             blocks = [file for file in found if file.rows is None]
             tails = [file.rows for file in found if file.rows is not None]
-            try:
-                with self._connect() as connection:
-                    source = block_rows(name, blocks)
-                    if tails:
-                        # Not copied, so that only the newest rows that match `where` are converted.
-                        connection.register("tails", pa.concat_tables(tails, promote_options="default"))
-                        source = f"{source} UNION ALL BY NAME FROM tails"
-                    return connection.sql(f"SELECT {columns} FROM ({source}) WHERE {where}").to_arrow_table()
-            except duckdb.Error:
-                damaged = exclude_damaged([(self.run, block.path) for block in blocks])
-                replaced = not all(block.path.exists() for block in blocks)
-                if attempt == READ_ATTEMPTS - 1 or not (damaged or replaced):
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+            files += [(self.run, block.path) for block in blocks]
+            with self._open_cursor() as connection:
+                source = block_rows(name, blocks)
+                if tails:
+                    # Not copied, so that only the newest rows that match `where` are converted.
+                    connection.register("tails", pa.concat_tables(tails, promote_options="default"))
+                    source = f"{source} UNION ALL BY NAME FROM tails"
+                return connection.sql(f"SELECT {columns} FROM ({source}) WHERE {where}").to_arrow_table()
+
+        return read_again(read)
 
 
 def key_of(row: Row) -> Key:

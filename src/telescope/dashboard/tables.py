@@ -11,14 +11,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import duckdb
 import pyarrow as pa
 
 from telescope.dashboard.steps import StepColumns, StepMetrics
-from telescope.record.query import block_rows
+from telescope.record.query import OFFLINE, block_rows
 from telescope.record.reader import Run, superseded_sql
 from telescope.record.tables import TABLES
 
@@ -62,27 +62,30 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 
 
 class View:
-    """Queries the tables of a run as they were at one moment."""
+    """Queries the refreshed tables of a run, with a connection for each query or for all."""
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection
+    def __init__(self, connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]]) -> None:
+        self._connect = connect
 
     def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
         """Returns the rows of a query as tuples."""
-        return self._connection.execute(sql, parameters).fetchall()
+        with self._connect() as connection:
+            return connection.execute(sql, parameters).fetchall()
 
     def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
         """Returns the rows of a query. Maps are dictionaries."""
-        result = self._connection.execute(sql, parameters)
-        columns = [column[0] for column in result.description or ()]
-        return [dict(zip(columns, row, strict=True)) for row in result.fetchall()]
+        with self._connect() as connection:
+            result = connection.execute(sql, parameters)
+            columns = [column[0] for column in result.description or ()]
+            return [dict(zip(columns, row, strict=True)) for row in result.fetchall()]
 
     def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
         """Returns the result of a query as an Arrow table."""
-        return self._connection.sql(sql, params=parameters).to_arrow_table()
+        with self._connect() as connection:
+            return connection.sql(sql, params=parameters).to_arrow_table()
 
 
-class RunTables:
+class RunTables(View):
     """Queries the tables of one run. Safe to use from several threads. Call `refresh` first.
 
     The first `refresh` opens the database, which has a pool of threads, so that a folder of many runs does not open as
@@ -90,6 +93,7 @@ class RunTables:
     """
 
     def __init__(self, run: Run) -> None:
+        super().__init__(self._open_cursor)
         self.run = run
         self.used_at = 0.0
         """When the tables were last used, in monotonic time."""
@@ -100,9 +104,7 @@ class RunTables:
 
     def _reset(self) -> None:
         settings: dict[str, str | bool | int | float | list[str]] = {
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "python_enable_replacements": "false",
+            **OFFLINE,
             # Sorting for a page of rows only copies their keys.
             "late_materialization_max_rows": LATE_ROWS,
             # Returns the memory of compressed data to the system.
@@ -117,7 +119,6 @@ class RunTables:
         self._stamps: dict[str, object] = {}
         self._steps = StepColumns()
         self._seen: dict[tuple[str, str], tuple[int, set[tuple[Any, ...]]]] = {}
-        self._tags: tuple[int, dict[str, set[str]]] = (0, {})
         self._kept: dict[str, tuple[object, Any]] = {}
 
     @property
@@ -154,36 +155,21 @@ class RunTables:
                 self._stamps[name] = stamp
         return {name: cursors[name] for name in names}
 
-    def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
-        """Returns the rows of a query over refreshed tables as tuples."""
-        with self.view() as view:
-            return view.fetch(sql, parameters)
-
-    def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
-        """Returns the rows of a query over refreshed tables. Maps are dictionaries."""
-        with self.view() as view:
-            return view.rows(sql, parameters)
-
-    def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
-        """Returns the result of a query as an Arrow table."""
-        with self.view() as view:
-            return view.columns(sql, parameters)
-
     @contextmanager
     def view(self, **tables: pa.Table) -> Iterator[View]:
         """Opens a view of the refreshed tables at this moment. Queries also see the tables in `tables`."""
-        with self._connect() as connection:
+        with self._open_cursor() as connection:
             connection.begin()
             for name, table in tables.items():
                 connection.register(name, table)
-            yield View(connection)
+            yield View(lambda: nullcontext(connection))
 
-    def _connect(self) -> duckdb.DuckDBPyConnection:
+    def _open_cursor(self) -> duckdb.DuckDBPyConnection:
         with self._lock:
             return _cursor(self._database)
 
     def _compress(self) -> None:
-        with suppress(duckdb.Error), self._connect() as connection:  # closed or written to in the meantime
+        with suppress(duckdb.Error), self._open_cursor() as connection:  # closed or written to in the meantime
             connection.execute("CHECKPOINT run")
 
     def visible(self) -> str:
@@ -221,24 +207,15 @@ class RunTables:
             return cast("Kept", found[1])
 
     def tags(self) -> dict[str, list[str]]:
-        """Returns the values of each tag of the samples, but none for a tag with more than `MOST_TAG_VALUES`.
+        """Returns the values of each tag of the samples, but none for a tag with more than `MOST_TAG_VALUES`."""
 
-        Reads new rows only.
-        """
-        fresh = (
-            f"SELECT name, list(DISTINCT value)[:{MOST_TAG_VALUES + 1}] FROM (SELECT unnest(map_keys(tags)) AS name, "
-            "unnest(map_values(tags)) AS value FROM samples WHERE rowid >= ?) GROUP BY name"
-        )
-        with self._locks["values of tags"]:
-            self.refresh("samples")
-            ((end,),) = self.fetch("SELECT count(*) FROM samples")
-            first, known = self._tags if self._tags[0] <= end else (0, {})
-            for name, values in self.fetch(fresh, [first]) if first < end else ():
-                some = known.setdefault(name, set())
-                if len(some) <= MOST_TAG_VALUES:
-                    some.update(values)
-            self._tags = end, known
-            return {name: sorted(some) if len(some) <= MOST_TAG_VALUES else [] for name, some in known.items()}
+        def read() -> dict[str, list[str]]:
+            values: dict[str, list[str]] = defaultdict(list)
+            for name, value in sorted(self.seen("samples", "unnest(map_keys(tags)), unnest(map_values(tags))")):
+                values[name].append(value)
+            return {name: some if len(some) <= MOST_TAG_VALUES else [] for name, some in values.items()}
+
+        return self.kept("tags", self.refresh("samples"), read)
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the sorted values of a column of `samples` without null, cached until there are new rows."""

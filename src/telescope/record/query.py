@@ -12,10 +12,10 @@ meanwhile or are damaged. Damaged files are left out, and `reader.Run.unreadable
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -28,6 +28,7 @@ from telescope.utils.text import did_you_mean, plain
 
 Connection = duckdb.DuckDBPyConnection
 Files = list[tuple[Run, Path]]
+R = TypeVar("R")
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""
@@ -50,6 +51,12 @@ _ABOUT_THE_QUERY = (
     duckdb.OutOfRangeException,
 )
 """Errors that a damaged file never causes. For other errors, every file is checked."""
+
+OFFLINE = {
+    **dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), "false"),
+    "python_enable_replacements": "false",
+}
+"""Settings without which DuckDB would download extensions and look names up among this process's variables."""
 
 _READING_WORDS = frozenset(("select", "from", "with", "pivot", "unpivot", "values", "describe", "summarize", "("))
 """First words of statements that read."""
@@ -74,62 +81,48 @@ class Result:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
-class Database:
-    """Answers queries over `runs`. Each query sees the files that exist when it starts."""
+def execute(runs: Sequence[Run], sql: str) -> Result:
+    """Runs one reading statement (`SELECT`, `FROM`, `WITH`, `PIVOT`, `DESCRIBE`, `SUMMARIZE`, `SHOW`, `EXPLAIN`).
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = list(runs)
+    The query sees the files that exist when it starts. Raises `UserError` for other statements, for invalid SQL, and
+    for unknown tables and columns.
+    """
+    try:
+        sql.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The query is not valid UTF-8 at character {error.start + 1}. Remove that byte.") from None
+    with tempfile.TemporaryDirectory(prefix="telescope-query-") as folder, _connect(runs, Path(folder)) as connection:
 
-    def execute(self, sql: str) -> Result:
-        """Runs one reading statement (`SELECT`, `FROM`, `WITH`, `PIVOT`, `DESCRIBE`, `SUMMARIZE`, `SHOW`, `EXPLAIN`).
+        def read(files: Files) -> Result:
+            _create_views(connection, runs, _mentioned(sql), files, with_texts=bool(_TEXTS.search(sql)))
+            return _fetch(connection, sql)
 
-        Raises `UserError` for other statements, for invalid SQL, and for unknown tables and columns.
-        """
         try:
-            sql.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"The query is not valid UTF-8 at character {error.start + 1}. Remove that byte.") from None
-        with tempfile.TemporaryDirectory(prefix="telescope-query-") as folder:
-            connection = _connect(self._runs, Path(folder))
-            try:
-                return self._execute(connection, sql)
-            except duckdb.Error as error:
-                raise UserError(plain(_explain(str(error), sql))) from error
-            finally:
-                connection.close()
+            _check_reading(connection, sql)
+            return read_again(read)
+        except duckdb.Error as error:
+            raise UserError(plain(_explain(str(error), sql))) from error
 
-    def _execute(self, connection: Connection, sql: str) -> Result:
-        _check_reading(connection, sql)
-        for attempt in range(READ_ATTEMPTS):
-            files: Files = []
-            try:
-                self._create_views(connection, _mentioned(sql), files, with_texts=bool(_TEXTS.search(sql)))
-                return _fetch(connection, sql)
-            except duckdb.Error as error:
-                # A file that was compacted meanwhile is no error: another file now has its rows.
-                replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
-                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and exclude_damaged(files))
-                if attempt == READ_ATTEMPTS - 1 or not again:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
 
-    def _create_views(self, connection: Connection, names: Sequence[str], files: Files, *, with_texts: bool) -> None:
-        """Creates the views `names`. Adds the files that they read to `files`."""
-        for name in names:
-            selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
-            for place, run in enumerate(self._runs):
-                if name in TABLES and not TABLES[name].latest_wins:
-                    part = _visible_rows(connection, run, name, place, files)
-                    if name == "samples" and with_texts:
-                        part = _with_texts(connection, run, part, place, files)
-                else:
-                    data = run.in_flight() if name == IN_FLIGHT else run.table(name)
-                    if name == "runs":  # as it is now
-                        status = pa.array([run.status] * data.num_rows, pa.string())
-                        data = data.set_column(data.schema.get_field_index("status"), "status", status)
-                    part = load(connection, f"{name}_{place}", data)
-                selects.append(f"SELECT {sql_text(run.label)} AS run, * FROM ({part})")
-            connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
+def _create_views(
+    connection: Connection, runs: Sequence[Run], names: Sequence[str], files: Files, *, with_texts: bool
+) -> None:
+    """Creates the views `names`. Adds the files that they read to `files`."""
+    for name in names:
+        selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
+        for place, run in enumerate(runs):
+            if name in TABLES and not TABLES[name].latest_wins:
+                part = _visible_rows(connection, run, name, place, files)
+                if name == "samples" and with_texts:
+                    part = _with_texts(connection, run, part, place, files)
+            else:
+                data = run.in_flight() if name == IN_FLIGHT else run.table(name)
+                if name == "runs":  # as it is now
+                    status = pa.array([run.status] * data.num_rows, pa.string())
+                    data = data.set_column(data.schema.get_field_index("status"), "status", status)
+                part = load(connection, f"{name}_{place}", data)
+            selects.append(f"SELECT {sql_text(run.label)} AS run, * FROM ({part})")
+        connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
 
 def _fetch(connection: Connection, sql: str) -> Result:
@@ -143,12 +136,24 @@ def _fetch(connection: Connection, sql: str) -> Result:
     return Result(columns, relation.fetchall())
 
 
-def exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
-    """Reads every file and excludes unreadable files from their runs. Returns whether there were any."""
-    damaged = [(run, path) for run, path in files if not is_readable(path)]
-    for run, path in damaged:
-        run.exclude(path)
-    return bool(damaged)
+def read_again(read: Callable[[Files], R]) -> R:
+    """Returns the result of `read`, which appends the files that it reads to its argument.
+
+    Calls it again if a file was compacted meanwhile, so that another file has its rows, and without damaged files.
+    """
+    for attempt in range(READ_ATTEMPTS):
+        files: Files = []
+        try:
+            return read(files)
+        except duckdb.Error as error:
+            again = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
+            for run, path in () if again or isinstance(error, _ABOUT_THE_QUERY) else files.copy():
+                if not is_readable(path):
+                    run.exclude(path)
+                    again = True
+            if attempt == READ_ATTEMPTS - 1 or not again:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def file_pattern(path: Path) -> str:
@@ -242,14 +247,7 @@ def _connect(runs: Sequence[Run], folder: Path) -> Connection:
 
     DuckDB lets queries read its spill folder, which is `.tmp` in the working directory by default.
     """
-    # Otherwise DuckDB would download extensions and look names up among this process's variables.
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "autoinstall_known_extensions": "false",
-        "autoload_known_extensions": "false",
-        "python_enable_replacements": "false",
-        "temp_directory": str(folder),
-    }
-    connection = duckdb.connect(":memory:", config=settings)
+    connection = duckdb.connect(":memory:", config={**OFFLINE, "temp_directory": str(folder)})
     folders = [run.files.tables for run in runs]
     # DuckDB compares paths as text, both as written and as expanded.
     allowed = dict.fromkeys(text for folder in folders for text in (str(folder), file_pattern(folder)))

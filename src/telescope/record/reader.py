@@ -172,8 +172,9 @@ class Run:
         return (_read_object(self.files.now) or None) if self.status == "live" else None
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Returns the attempts, oldest first."""
-        return sorted(self.table("attempts", all_attempts=True).to_pylist(), key=lambda row: row["attempt"] or 0)
+        """Returns the attempts, oldest first. Maps are dictionaries."""
+        rows = self.table("attempts", all_attempts=True).to_pylist(maps_as_pydicts="lossy")
+        return sorted(rows, key=lambda row: row["attempt"] or 0)
 
     def cutoffs(self) -> dict[int, int]:
         """Returns the first superseded step per attempt, see `superseded`."""
@@ -189,10 +190,10 @@ class Run:
         return cutoffs(first_steps)
 
     def sql(self, query: str) -> Result:
-        """Runs a read-only DuckDB query over this run's tables, see `query.Database`."""
-        from telescope.record.query import Database
+        """Runs a read-only DuckDB query over this run's tables, see `query.execute`."""
+        from telescope.record.query import execute
 
-        return Database([self]).execute(query)
+        return execute([self], query)
 
     def summary(self, steps: pa.Table | None = None) -> RunSummary:
         """Summarizes the run. Reads `run.json`, `summary.json`, and two columns of `steps` unless they are given."""

@@ -20,7 +20,7 @@ from telescope.record import table_writer
 from telescope.record.files import WriterLock
 from telescope.record.query import Result
 from telescope.record.reader import Run
-from telescope.record.recorder import FileSizes, Recorder
+from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run
 
 
@@ -395,7 +395,7 @@ def test_the_tables_are_described(capsys):
 
 
 def test_a_killed_run_is_compacted_into_one_file_per_table(tmp_path, capsys):
-    recorder = Recorder(tmp_path / "run", sizes=FileSizes(block_rollouts=1, tail_seconds=0.0))
+    recorder = Recorder(tmp_path / "run", block_rollouts=1, tail_seconds=0.0)
     for step in range(5):
         recorder.write("samples", {"sample_id": str(step), "step": step})
         recorder.write("steps", {"step": step, "metrics": {"entropy": 0.5}})
@@ -440,7 +440,7 @@ def test_a_second_compaction_is_not_blamed_on_the_process_that_trained(tmp_path,
 
 
 def test_a_compaction_without_space_says_so_and_loses_nothing(tmp_path, capsys, monkeypatch):
-    with Recorder(tmp_path / "run", sizes=FileSizes(block_seconds=0.0)) as recorder:
+    with Recorder(tmp_path / "run", block_seconds=0.0) as recorder:
         for step in range(2):
             recorder.write("steps", {"step": step})
             assert recorder.flush(30)

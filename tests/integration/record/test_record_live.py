@@ -10,7 +10,7 @@ import pytest
 
 from telescope.record.compact import compact
 from telescope.record.files import TEMPORARY_PREFIX
-from telescope.record.query import Database
+from telescope.record.query import execute
 from telescope.record.reader import Run
 from telescope.record.table_files import block_name
 from telescope.record.table_writer import TableWriter
@@ -66,10 +66,10 @@ def test_a_concurrent_reader_sees_only_a_growing_prefix(tmp_path):
 def test_concurrent_queries_count_each_row_once(tmp_path):
     with start(tmp_path) as process:
         flushed(process)
-        database, seen = Database([Run(tmp_path)]), 0
+        run, seen = Run(tmp_path), 0
         sql = "SELECT count(*), count(DISTINCT step), max(step) FROM steps"
         for _ in range(25):
-            ((count, distinct, most),) = database.execute(sql).rows
+            ((count, distinct, most),) = run.sql(sql).rows
             assert count == distinct == most + 1 >= seen
             seen = count
         process.communicate("", timeout=WAIT_SECONDS)
@@ -110,7 +110,7 @@ def test_a_file_damaged_by_a_power_failure_loses_only_its_own_rows(tmp_path, cap
     expected = [number for number in range(41) if number != 20]
     run = Run(tmp_path)
     assert numbers(run, "gauges", "value") == expected
-    assert Database([run]).execute("SELECT count(*) FROM gauges").rows == [(40,)]
+    assert execute([run], "SELECT count(*) FROM gauges").rows == [(40,)]
     assert sum("is damaged" in record.message for record in caplog.records) == 1
     compact(run)
     assert numbers(Run(tmp_path), "gauges", "value") == expected

@@ -12,7 +12,7 @@ import pytest
 
 from telescope.errors import UserError
 from telescope.record.compact import compact
-from telescope.record.query import Database
+from telescope.record.query import execute
 from telescope.record.reader import Run, find_runs, is_run, list_runs
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run, next_attempt
@@ -104,7 +104,7 @@ def test_a_query_covers_all_runs_and_reads_odd_paths_literally(tmp_path):
     root = tmp_path / "it's [1] * ?"
     write_attempt(root / "a", range(2))
     write_attempt(root / "b", range(3))
-    answer = Database(find_runs(root)).execute("SELECT run, count(*) FROM steps GROUP BY run ORDER BY run")
+    answer = execute(find_runs(root), "SELECT run, count(*) FROM steps GROUP BY run ORDER BY run")
     assert answer.rows == [("a", 2), ("b", 3)]
     assert answer.columns[0] == "run"
 
