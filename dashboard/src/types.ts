@@ -580,9 +580,19 @@ export interface RunInfo {
 export interface RunRow {
   id: string;
   key: string;
+  live: boolean;
+  heldout_step: Value;
+  best_checkpoint: Value;
+  tags: string[];
+  model: string | null;
+  algorithm: string | null;
+  environments: string[];
+  rewards: Value[];
+  experiment: string;
+  fields: Record<string, unknown>;
+  remote: RemoteCopy | null;
   name: string;
   status: string;
-  live: boolean;
   started_at: Value;
   duration: Value;
   attempt: number;
@@ -592,18 +602,8 @@ export interface RunRow {
   reward_last: Value;
   heldout_before: Value;
   heldout_after: Value;
-  heldout_step: Value;
-  best_checkpoint: Value;
   error: string | null;
   project: string;
-  tags: string[];
-  model: string | null;
-  algorithm: string | null;
-  environments: string[];
-  rewards: Value[];
-  experiment: string;
-  fields: Record<string, unknown>;
-  remote: RemoteCopy | null;
 }
 
 /** The list of runs, newest first. */

@@ -111,7 +111,6 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         token = new_token()
         print("Others can log in to this machine, so the address has a secret. --no-token omits it.", file=sys.stderr)
     app = create_app(folders, remotes=remotes, token=token, hosts=(arguments.host, *arguments.allow_host))
-    app.openapi()  # for the first requests, which would otherwise wait for it together
     if is_in_use:
         print(f"Port {arguments.port} is in use; using {port} instead. --port chooses another.", file=sys.stderr)
     finds = not (arguments.places or arguments.root or arguments.demo)

@@ -3,18 +3,13 @@
 Owns the status codes of errors, the page about the API and the built files. No address becomes a path below a run.
 """
 
-import gzip
-import threading
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-import anyio
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Scope
@@ -62,7 +57,7 @@ def create_app(
 
     The user's documents are in the folder `documents`, by default in the user's config folder.
     """
-    app = Application(
+    app = FastAPI(
         title="Telescope API", description=ABOUT_API, openapi_tags=SUBJECTS, version=__version__,
         docs_url=None, redoc_url=None, openapi_url="/api/openapi.json",
     )  # fmt: skip
@@ -80,6 +75,7 @@ def create_app(
     def nothing(rest: str) -> Response:
         raise HTTPException(404, f"There is no address /api/{rest}. /api/docs lists them.")
 
+    app.openapi()  # once, because every request checks its parameters against the schema
     app.mount("/", Pages(static))
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
@@ -97,33 +93,15 @@ def create_app(
     return app
 
 
-class Application(FastAPI):
-    """FastAPI whose schema is built by the first request that needs it, and not by several at once."""
-
-    def __init__(self, **settings: Any) -> None:
-        self._building = threading.Lock()
-        super().__init__(**settings)
-
-    def openapi(self) -> dict[str, Any]:
-        with self._building:
-            return super().openapi()
-
-
 class Pages(StaticFiles):
-    """The built pages. Files below `assets` have digests in their names, so browsers and memory cache them."""
+    """The built pages. Files below `assets` have digests in their names, so browsers keep them."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory=directory, check_dir=False)
         self.config_checked = True  # so that the server starts before the pages are built
-        self._assets: dict[str, tuple[bytes, dict[str, str]]] = {}
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """Returns a file, or a page that explains why the pages are missing."""
-        hashed = path.startswith("assets/")
-        accepts = "gzip" in Headers(scope=scope).get("accept-encoding", "")
-        if accepts and path in self._assets:
-            body, headers = self._assets[path]
-            return Response(body, headers=headers)
         try:
             answer = await super().get_response("index.html" if path == "." else path, scope)
         except (HTTPException, OSError, ValueError):
@@ -133,13 +111,8 @@ class Pages(StaticFiles):
                 return HTMLResponse(title + text, 404)
             text = "<p>The pages are not built. Build them with</p><pre>make dashboard</pre><p>and reload.</p>"
             return HTMLResponse(title + text, 503)
-        answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
-        if hashed and accepts and path.endswith((".js", ".css")) and isinstance(answer, FileResponse):
-            content = await anyio.Path(answer.path).read_bytes()
-            answer.headers.update({"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
-            headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
-            self._assets[path] = await anyio.to_thread.run_sync(gzip.compress, content), headers
-            return Response(self._assets[path][0], headers=headers)
+        is_hashed = path.startswith("assets/")
+        answer.headers["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
         return answer
 
 

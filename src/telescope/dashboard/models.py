@@ -1,13 +1,15 @@
 """Models of API responses about runs, their code and configs; `row_models` has the others. Times are Unix seconds."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import pyarrow as pa
 import pydantic_core
 from pydantic import BaseModel, create_model
 
 from telescope.dashboard.remote import RemoteCopy
+from telescope.record.files import plain_value
+from telescope.record.reader import RunSummary
 from telescope.record.tables import INT32_LIST, NUMBERS, TABLES, TEXT_LIST, TEXTS
 
 Number = float | None
@@ -32,7 +34,7 @@ def columns_of(
         fields: dict[str, Any] = {}
         for column in TABLES[table].columns:
             if column.name in chosen and column.name not in model.model_fields:
-                of_column = TYPES[column.type]
+                of_column: Any = TYPES[column.type]
                 required = column.name in known.split() or column.type in (NUMBERS, TEXTS)
                 of_column = of_column if required else of_column | None
                 fields[column.name] = (list[of_column] if as_lists else of_column, ...)
@@ -47,9 +49,9 @@ def to_json(value: Any) -> bytes:
     Replaces lone surrogates, which names may contain but UTF-8 cannot, by question marks.
     """
     try:
-        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=plain_value)
     except (pydantic_core.PydanticSerializationError, UnicodeError):
-        return pydantic_core.to_json(_encodable(value), inf_nan_mode="null", fallback=_plain)
+        return pydantic_core.to_json(_encodable(value), inf_nan_mode="null", fallback=plain_value)
 
 
 def _encodable(value: Any) -> Any:
@@ -60,10 +62,21 @@ def _encodable(value: Any) -> Any:
     return [_encodable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+FROM_SUMMARY = (
+    *("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last"),
+    *("heldout_before", "heldout_after", "error", "project"),
+)
+"""Fields of `RunSummary` that a row of the list of runs has."""
 
 
+def summary_of(model: type[Model]) -> type[Model]:
+    """Adds the fields `FROM_SUMMARY` to a model."""
+    types = get_type_hints(RunSummary)
+    fields: dict[str, Any] = {name: (types[name], ...) for name in FROM_SUMMARY}
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
+
+
+@summary_of
 class RunRow(BaseModel):
     """A run in the list of runs. `key` stays when its folder moves; runs of an `experiment` differ in seed.
 
@@ -72,22 +85,9 @@ class RunRow(BaseModel):
 
     id: str
     key: str
-    name: str
-    status: str
     live: bool
-    started_at: Number
-    duration: Number
-    attempt: int
-    steps: int
-    num_steps: int | None
-    reward_first: Number
-    reward_last: Number
-    heldout_before: Number
-    heldout_after: Number
     heldout_step: int | None
     best_checkpoint: int | None
-    error: str | None
-    project: str
     tags: list[str]
     model: str | None
     algorithm: str | None

@@ -15,7 +15,7 @@ from fastapi import Query
 
 import telescope
 from telescope.dashboard import api
-from telescope.dashboard.models import Now
+from telescope.dashboard.models import FROM_SUMMARY, Now
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
@@ -25,9 +25,6 @@ from telescope.health.rules import EvalPoint, History
 from telescope.record.files import RunFiles
 from telescope.record.gauges import REPEAT_SECONDS
 from telescope.record.reader import Run
-
-MAPS = ("versions", "topology")
-"""Columns of `attempts` that are maps."""
 
 CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of a checkpoint's folder."""
@@ -54,8 +51,6 @@ def run_rows(registry: Registry, fields: Annotated[str, FIELDS] = "") -> dict[st
 def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, Any]:
     """Returns one row of the page of runs. `copy` belongs to a run on W&B."""
     summary, config = listing.summary, listing.config
-    kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
-    rest = ("heldout_before", "heldout_after", "error", "project")
     environments = listed if isinstance(listed := config.get("environments"), list) else []
     curve, after = listing.heldout, max(listing.heldout, default=0)
     saved = set(checkpoints_of(RunFiles(summary.path))) & curve.keys()
@@ -63,7 +58,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
     return {
         "id": run_id,
         "key": summary.run_id or summary.label,
-        **{name: getattr(summary, name) for name in (*kept, *rest)},
+        **{name: getattr(summary, name) for name in FROM_SUMMARY},
         **{name: value for name, value in heldout.items() if value is not None},
         "heldout_step": after or None,
         "best_checkpoint": max(saved, key=lambda step: (curve[step], step), default=None),
@@ -93,7 +88,6 @@ def run_info(registry: Registry, run_id: api.RunId) -> dict[str, Any]:
     for row in environments:
         row["metrics_ranges"] = json_object(row["metrics_ranges"])
         row["tags_options"] = json_object(row["tags_options"])
-    attempts = store.run.attempts()
     return {
         "info": run_row(run_id, registry.listing(run_id), registry.copy_in(store.run.files.run_dir)),
         "config": config,
@@ -101,10 +95,9 @@ def run_info(registry: Registry, run_id: api.RunId) -> dict[str, Any]:
         "attempts": [
             {
                 **{name: value for name, value in row.items() if name != "model_config"},
-                "notes": row["notes"] or [],
-                **{name: dict(row[name] or ()) for name in MAPS},
+                **{"notes": row["notes"] or [], "versions": row["versions"] or {}, "topology": row["topology"] or {}},
             }
-            for row in attempts
+            for row in store.run.attempts()
         ],
         "environments": [row for row in environments if row["attempt"] == newest],
         "nodes": [{**row, "gpus": row["gpus"] or [], "links": row["links"] or []} for row in nodes],
@@ -195,7 +188,8 @@ def compare(registry: Registry, runs: Annotated[list[str], Query()], equal: bool
     for run_id, store in zip(run_ids, stores, strict=True):
         newest = (store.run.attempts() or [{}])[-1]
         kept = {name: newest.get(name) for name in ("started_at", "git_commit", "git_dirty", "host")}
-        attempts.append({"run": run_id, **kept, **{name: dict(newest.get(name) or ()) for name in MAPS}})
+        maps = {name: newest.get(name) or {} for name in ("versions", "topology")}
+        attempts.append({"run": run_id, **kept, **maps})
     rows = [
         {"key": name, "values": [config.get(name) for config in configs], "bookkeeping": name in BOOKKEEPING}
         for name in (names if equal else differing)

@@ -5,12 +5,12 @@ rows of a response only. A query works on its own view of the tables, so that a 
 """
 
 import math
+import os.path
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Annotated, Any
 
 import pydantic_core
@@ -255,23 +255,15 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
         prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")
-    same = {environment: _same(min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
+    several = {environment: list(some) for environment, some in prompts.items() if len(some) > 1}
+    same = {environment: os.path.commonprefix(some) for environment, some in several.items()}  # noqa: RUF071 (texts)
     for row in members:
         if text := texts.get(key_of(row)):
-            text["prompt"] = _elided(text["prompt"] or "", same.get(row["environment"], ""))[:BEGINNING]
+            prompt, prefix = text["prompt"] or "", same.get(row["environment"], "")
+            cut = max(prefix.rfind(" "), prefix.rfind("\n")) + 1
+            text["prompt"] = (f"… {prompt[cut:]}" if cut > SAME else prompt)[:BEGINNING]
             text["answer"] = (text["answer"] or "")[:BEGINNING]
     return texts
-
-
-def _same(first: str, last: str) -> str:
-    """Returns the common prefix of two texts, and so of all texts that sort between them."""
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-
-
-def _elided(prompt: str, same: str) -> str:
-    """Returns a prompt without the prefix that it shares with others, if that is long."""
-    cut = max(same.rfind(" "), same.rfind("\n")) + 1
-    return f"… {prompt[cut:]}" if cut > SAME else prompt
 
 
 def _order(sort: str) -> str:
@@ -353,13 +345,11 @@ def _shown_as(text: str) -> tuple[float, float]:
 
 def _edges(low: float, high: float) -> list[float]:
     """Returns round edges for ranges that cover [low, high]."""
-    width = high / NUM_RANGES - low / NUM_RANGES if math.isinf(high - low) else (high - low) / NUM_RANGES
-    width = max(width, 1e-300)  # below this, the power of ten would be 0
+    width = (high - low) / NUM_RANGES
     unit = 10.0 ** math.floor(math.log10(width))
     width = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= width)
     first = math.floor(low / width)
-    edges = (width * number for number in range(first, math.ceil(high / width) + 1))
-    return [max(-sys.float_info.max, min(edge, sys.float_info.max)) for edge in edges]
+    return [width * number for number in range(first, math.ceil(high / width) + 1)]
 
 
 def _number(text: str) -> float:

@@ -154,12 +154,12 @@ def overwrite_json(path: Path, value: Any) -> None:
 
 def _json_bytes(value: Any) -> bytes:
     try:  # five times as fast as Python's json
-        return pydantic_core.to_json(value, indent=1, inf_nan_mode="constants", fallback=_to_json_value) + b"\n"
+        return pydantic_core.to_json(value, indent=1, inf_nan_mode="constants", fallback=plain_value) + b"\n"
     except ValueError:  # a text that is not valid UTF-8
-        return json.dumps(value, indent=1, default=_to_json_value).encode() + b"\n"
+        return json.dumps(value, indent=1, default=plain_value).encode() + b"\n"
 
 
-def _to_json_value(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Converts numpy numbers and arrays to Python values, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 

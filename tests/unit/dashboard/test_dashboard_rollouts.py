@@ -287,10 +287,10 @@ def test_an_answer_of_an_eval_whose_sample_is_not_recorded_is_left_out(tmp_path)
     assert [(row["item"], row["score"]) for row in found] == [(1, 1.0)]
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308, -1.7e308])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_samples_with_any_reward_and_without_a_group_are_listed(tmp_path, odd):
     with Recorder(tmp_path / "run") as recorder:
-        for place, reward in enumerate([odd, 1.7e308 if odd < -1e300 else 0.5, *(float(one) for one in range(15))]):
+        for place, reward in enumerate([odd, 0.5, *(float(one) for one in range(15))]):
             row = {**sample_rows(0)[0], "sample_id": str(place), "reward": reward}
             recorder.write("samples", {**row, "group_id": None if place % 2 else 7})
             recorder.write("turns", {"sample_id": str(place), "turn": 0, "role": "assistant", "text": "answer"})
