@@ -49,7 +49,7 @@ class MachineSampler:
             gpus = GpuReader()
             self._hardware |= gpus.hardware()
             self._samplers.append(Sampler("gpus", interval, gpus))
-        except NoGpusError as error:
+        except RuntimeError as error:
             logger.info("GPU gauges are not recorded: %s", error)
         for sampler in self._samplers:
             sampler.start()
@@ -146,10 +146,6 @@ def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
     return read
 
 
-class NoGpusError(Exception):
-    """Raised if no NVIDIA GPU can be read here. The message gives the reason."""
-
-
 GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
     "gpu_utilization_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "gpu_memory_utilization_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).memory,
@@ -165,25 +161,25 @@ GPU_QUANTITIES: dict[str, Callable[[Any, Any], float]] = {
 
 
 class GpuReader:
-    """Reads every GPU of this machine. Raises `NoGpusError` without a GPU or without NVML."""
+    """Reads every GPU of this machine. Raises `RuntimeError` with the reason if there is none, or no NVML."""
 
     def __init__(self) -> None:
         try:
             import pynvml
         except ImportError as error:
-            raise NoGpusError("nvidia-ml-py is not installed") from error
+            raise RuntimeError("nvidia-ml-py is not installed") from error
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()
             indices = range(pynvml.nvmlDeviceGetCount())
         except pynvml.NVMLError as error:
-            raise NoGpusError(f"NVML reports: {error}") from error
+            raise RuntimeError(f"NVML reports: {error}") from error
         self._devices: dict[int, Any] = {}
         for index in indices:
             with suppress(pynvml.NVMLError):  # a GPU that is lost
                 self._devices[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
         if not self._devices:
-            raise NoGpusError("NVML finds no GPU that can be read")
+            raise RuntimeError("NVML finds no GPU that can be read")
         self._unsupported: set[tuple[int, str]] = set()
 
     def hardware(self) -> dict[str, Any]:
