@@ -159,21 +159,20 @@ class RunDirectory:
 
     def flush_record(self) -> None:
         """Writes the newest rows, unless the disk has failed. Waits briefly."""
-        if self.recorder.health().error is None:
+        if self.recorder.error is None:
             self.recorder.flush(FLUSH_SECONDS)
 
     def record_problem(self) -> str | None:
         """Returns why the record is incomplete, or None. Waits briefly for the newest rows."""
         self.flush_record()
-        health = self.recorder.health()
-        if health.error is None and health.dropped:
-            counts = ", ".join(f"{count} of {name}" for name, count in sorted(health.dropped.items()))
+        if self.recorder.error is None and (dropped := self.recorder.dropped):
+            counts = ", ".join(f"{count} of {name}" for name, count in sorted(dropped.items()))
             return f"rows were dropped while the disk could not be written: {counts}"
-        return health.error
+        return self.recorder.error
 
     def record_news(self) -> str | None:
         """Returns a message if the record just failed or recovered, else None."""
-        problem = self.recorder.health().error
+        problem = self.recorder.error
         if (problem is None) == (self._known_problem is None):
             return None
         self._known_problem = problem

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,6 @@ CLOSING_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 30.0
 """Longest time between two attempts to write while the disk fails. The shortest is one flush interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecorderHealth:
-    """State of the recorder."""
-
-    error: str | None
-    """Why nothing can be written now, or None."""
-    pending_rows: int
-    dropped: dict[str, int]
-    """Rows dropped so far, by table."""
 
 
 class Recorder:
@@ -102,7 +91,8 @@ class Recorder:
         self._closing_deadline = float("inf")
         self._small_files: dict[Path, Any] = {}
         self._now: Callable[[], Mapping[str, Any]] | None = None
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why nothing can be written now, or None."""
         self._reported_drops = 0
         self._writers: dict[str, TableWriter] = {}
         self._heartbeat_due = 0.0
@@ -152,7 +142,7 @@ class Recorder:
                 return
             self._pending.add(table, copy)
             urgent = self._pending.num_rows >= self._wake_rows or self._pending.num_bytes >= self._wake_bytes
-            if urgent and self._error is None:
+            if urgent and self.error is None:
                 self._wake.set()
 
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
@@ -180,14 +170,11 @@ class Recorder:
             self._wake.set()
             return self._flushed.wait_for(lambda: self._num_flushes_done >= ticket, timeout)
 
-    def health(self) -> RecorderHealth:
-        """Returns the counters and the current error."""
+    @property
+    def dropped(self) -> dict[str, int]:
+        """The number of rows dropped so far, by table."""
         with self._lock:
-            return RecorderHealth(
-                error=self._error,
-                pending_rows=self._pending.num_rows,
-                dropped={name: count for name, count in self._pending.dropped.items() if count},
-            )
+            return {name: count for name, count in self._pending.dropped.items() if count}
 
     def close(self, timeout: float = 30.0) -> bool:
         """Writes pending rows, turns tails into blocks, and ends the thread. Returns whether every row is on disk.
@@ -204,8 +191,7 @@ class Recorder:
                 "The record of %s is incomplete: its disk does not respond after %g s", self.files.run_dir, timeout
             )
             return False
-        health = self.health()
-        return health.pending_rows == 0 and not health.dropped
+        return self._pending.num_rows == 0 and not self.dropped
 
     # The methods below run in the recorder's thread.
 
@@ -243,7 +229,7 @@ class Recorder:
             self._note_failure(error)
             return False
         with self._lock:
-            recovered, self._error = self._error is not None, None
+            recovered, self.error = self.error is not None, None
         if recovered:
             logger.warning("The record of this run is written again.")
         self._report_drops()
@@ -303,18 +289,18 @@ class Recorder:
         """Writes for the last time, with retries while time is left, then turns tails into blocks."""
         # No retry for a removed directory: it does not come back.
         while (
-            self._error is not None
+            self.error is not None
             and not self._writer_lock.is_removed
             and time.monotonic() + 1.0 < self._closing_deadline
         ):
             time.sleep(min(1.0, self._flush_seconds))
             self._cycle(cut)
-        if self._error is not None:
+        if self.error is not None:
             logger.error(
                 "The record of %s is incomplete: %d rows could not be written (%s)",
                 self.files.run_dir,
                 self._pending.num_rows,
-                self._error,
+                self.error,
             )
             ended = self._small_files.get(self.files.run_json)
             if ended is not None and self._writer_lock.is_held:
@@ -368,8 +354,8 @@ class Recorder:
 
     def _note_failure(self, error: Exception) -> None:
         with self._lock:
-            first = self._error is None
-            self._error = str(error)
+            first = self.error is None
+            self.error = str(error)
         if first:
             logger.error(
                 "THE RECORD OF THIS RUN CANNOT BE WRITTEN: %s. The run continues and keeps its rows in memory (at most "
@@ -382,7 +368,7 @@ class Recorder:
             )
 
     def _report_drops(self) -> None:
-        dropped = self.health().dropped
+        dropped = self.dropped
         total = sum(dropped.values())
         # Reports when the number has doubled and at the end, not at every flush.
         if total >= 2 * self._reported_drops + 1 or (self._closing and total > self._reported_drops):

@@ -47,14 +47,13 @@ def small_files(run_dir: str) -> None:
         recorder.write("logs", {"message": str(number)})
         recorder.write("steps", {"step": number})
     deadline = time.monotonic() + 60
-    while not recorder.health().error and time.monotonic() < deadline:
+    while not recorder.error and time.monotonic() < deadline:
         time.sleep(0.01)
-    health = recorder.health()
-    assert health.error, "the disk is full"
-    assert health.pending_rows == 1000
+    assert recorder.error, "the disk is full"
+    assert recorder._pending.num_rows == 1000
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert recorder.flush()
-    assert recorder.health().error is None
+    assert recorder.error is None
     recorder.close()
 
 

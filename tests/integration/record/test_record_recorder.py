@@ -231,7 +231,7 @@ def test_a_row_that_cannot_be_written_does_not_stop_others(tmp_path, monkeypatch
         for step in (12, 13, 14):
             recorder.write("steps", {"step": step})
             recorder.flush()
-        assert recorder.health().dropped == {"steps": 1}
+        assert recorder.dropped == {"steps": 1}
     assert Run(tmp_path).table("steps")["step"].to_pylist() == [12, 14]
     assert any("thirteen" in str(record.exc_info) for record in caplog.records)
 
@@ -244,10 +244,9 @@ def test_memory_stays_bounded_while_the_disk_hangs(tmp_path, monkeypatch):
     for number in range(3000):
         recorder.write("samples", {"sample_id": str(number), "completion_text": "x" * 1000})
         recorder.write("gauges", {"value": number})
-    health = recorder.health()
-    assert health.pending_rows <= 500
+    assert recorder._pending.num_rows <= 500
     assert recorder._pending.num_bytes <= 10**6
-    assert sum(health.dropped.values()) + health.pending_rows == 6000
+    assert sum(recorder.dropped.values()) + recorder._pending.num_rows == 6000
     blocked.set()
     recorder.close()
 
@@ -319,7 +318,7 @@ def test_closing_twice_and_writing_afterwards_do_not_raise(tmp_path):
     recorder.write("logs", {"message": "the run ended"})
     assert recorder.close()
     recorder.write("steps", {"step": 1})
-    assert recorder.health().dropped == {"steps": 1}
+    assert recorder.dropped == {"steps": 1}
 
 
 def test_a_healthy_record_logs_nothing(tmp_path, caplog):
