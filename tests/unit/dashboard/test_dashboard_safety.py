@@ -27,7 +27,7 @@ TOKEN = "secret-of-this-start"
 def static(tmp_path):
     (tmp_path / "static" / "assets").mkdir(parents=True)
     (tmp_path / "static" / "index.html").write_text("<title>index</title>")
-    (tmp_path / "static" / "assets" / "a-1.js").write_text("1")
+    (tmp_path / "static" / "assets" / "a-1.js").write_text("1" * 3000)
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "static" / "link.txt").symlink_to(tmp_path / "secret.txt")
     return tmp_path / "static"
