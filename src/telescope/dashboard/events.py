@@ -16,7 +16,7 @@ import pydantic_core
 
 from telescope.dashboard.remote import RemoteCopy, RunCopy
 from telescope.record.reader import Run
-from telescope.record.tables import TABLES
+from telescope.record.tables import IN_FLIGHT, TABLES
 
 LIVE_SECONDS = 1.0
 """Time between two polls of a live run's folders. A run flushes every 2 seconds."""
@@ -28,8 +28,6 @@ KEEPALIVE_SECONDS = 10.0
 """Time between two empty events, which keep the connection open in proxies and show a page that the server works."""
 
 RETRY_MILLISECONDS = 1000
-
-IN_FLIGHT = "in_flight"
 
 REMOVED = "removed"
 """Status of a run whose folder was removed or moved. A page reads a run again when its status changes."""
