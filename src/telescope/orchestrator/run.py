@@ -85,7 +85,7 @@ class _TrainingRun:
         with self._session.open(directory.open_record(console=not self._session.has_view)) as recorder:
             directory.trackers.tell = self._status.messages.append
             self._status.record_alerts(directory.alerts.add)
-            recorder.describe_now(self._status.now)
+            recorder.now = self._status.now
             keep_code(
                 directory.path, recorder.attempt, max_mb=self._config.wandb_code_max_file_size_mb,
                 exclude=self._config.wandb_code_exclude_patterns, folders=self._config.environments_path,

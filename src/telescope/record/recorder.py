@@ -90,7 +90,8 @@ class Recorder:
         self._closing = False
         self._closing_deadline = float("inf")
         self._small_files: dict[Path, Any] = {}
-        self._now: Callable[[], Mapping[str, Any]] | None = None
+        self.now: Callable[[], Mapping[str, Any]] | None = None
+        """Its result is written to `now.json` at every flush. Called in the recorder's thread."""
         self.error: str | None = None
         """Why nothing can be written now, or None."""
         self._reported_drops = 0
@@ -148,10 +149,6 @@ class Recorder:
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
         """Replaces the list of samples in flight, rows of `samples`. Returns at once."""
         self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
-
-    def describe_now(self, source: Callable[[], Mapping[str, Any]]) -> None:
-        """Writes the result of `source` to `now.json` at every flush. Calls `source` in the recorder's thread."""
-        self._now = source
 
     def replace_json(self, path: Path, value: Any) -> None:
         """Replaces a small JSON file at the next flush. Returns at once.
@@ -346,9 +343,9 @@ class Recorder:
             del pending[path]
 
     def _read_now(self) -> None:
-        if self._now is not None:
+        if self.now is not None:
             try:
-                self.replace_json(self.files.now, {"attempt": self.attempt, "time": time.time(), **self._now()})
+                self.replace_json(self.files.now, {"attempt": self.attempt, "time": time.time(), **self.now()})
             except Exception as error:  # the rows are worth more than this file
                 self._log_once("now", "record: %s is not written: %r", self.files.now, error)
 

@@ -107,7 +107,7 @@ class Replay:
         )  # fmt: skip
         self._info = replace(begun, heldout_before=info["heldout_before"])
         write_run_json(run_dir, self._info)
-        self.recorder.describe_now(lambda: dict(self._now))
+        self.recorder.now = lambda: dict(self._now)
 
     def __enter__(self) -> Replay:
         return self

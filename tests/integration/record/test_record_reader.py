@@ -179,8 +179,8 @@ def test_what_may_not_be_read_does_not_hide_other_runs_and_tables(tmp_path, monk
             raise PermissionError(13, "Permission denied", str(path))
         return path
 
-    scandir = os.scandir
-    monkeypatch.setattr("telescope.record.table_files.os.scandir", lambda path: scandir(refuse(path)))
+    listdir = os.listdir
+    monkeypatch.setattr("telescope.record.table_files.os.listdir", lambda path: listdir(refuse(path)))
     monkeypatch.setattr("telescope.record.reader.is_run", lambda path: is_run(refuse(path)))
     (run,) = find_runs(tmp_path)
     assert column(run, "steps", "step") == [1, 2]

@@ -278,7 +278,7 @@ def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
     recorder = Recorder(tmp_path, flush_seconds=600)
     info = begin_run(recorder, name="demo", config_hash="c", config_json="{}")
     assert Run(tmp_path).now() is None
-    recorder.describe_now(lambda: {"phase": "training", "components": {"trainer": "waiting for a batch"}})
+    recorder.now = lambda: {"phase": "training", "components": {"trainer": "waiting for a batch"}}
     assert recorder.flush()
     now = Run(tmp_path).now()
     assert (now["attempt"], now["phase"], now["components"]["trainer"]) == (1, "training", "waiting for a batch")
@@ -291,7 +291,7 @@ def test_what_a_run_does_now_is_shown_while_it_is_live(tmp_path):
 
 def test_rows_are_written_when_the_state_of_the_run_cannot_be(tmp_path, caplog):
     with Recorder(tmp_path, flush_seconds=600) as recorder:
-        recorder.describe_now(Mock(side_effect=RuntimeError("a bug")))
+        recorder.now = Mock(side_effect=RuntimeError("a bug"))
         recorder.write("steps", {"step": 0, "metrics": {}})
         assert recorder.flush() and recorder.flush()
     assert Run(tmp_path).table("steps").num_rows == 1

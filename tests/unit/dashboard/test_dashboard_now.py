@@ -32,7 +32,7 @@ def test_a_live_run_shows_phase_requests_queue_and_servers(live):
     status = RunStatus("run", 60, phase="training", step=12, num_generating=5, num_slots=8)
     for part in ("trainer", "server 10", "server 2", "batches"):
         status.components[part] = f"{part} works"
-    recorder.describe_now(status.now)
+    recorder.now = status.now
     recorder.set_in_flight([{"sample_id": "a", "started_at": time.time() - 30}])
     for server, waiting in ((0, 9.0), (0, 2.0), (1, 1.0)):
         gauge = {"name": "vllm:num_requests_waiting", "component": "inference", "server": server}
@@ -50,7 +50,7 @@ def test_a_live_run_shows_phase_requests_queue_and_servers(live):
 def test_the_age_of_what_a_run_does_does_not_depend_on_the_clock_of_a_browser(live):
     recorder, client = live
     status = RunStatus("run", 60, phase="training")
-    recorder.describe_now(lambda: {**status.now(), "time": time.time() - 100})
+    recorder.now = lambda: {**status.now(), "time": time.time() - 100}
     assert recorder.flush()
     assert 100 <= client.get("/api/runs/run/now").json()["age_seconds"] < 150
 
@@ -110,7 +110,7 @@ def test_an_unknown_model_has_no_parts(tmp_path):
 
 def test_waiting_requests_are_found_among_the_gauges_of_many_gpus(live):
     recorder, client = live
-    recorder.describe_now(RunStatus("run", 60, phase="training").now)
+    recorder.now = RunStatus("run", 60, phase="training").now
     gauge = {"name": "vllm:num_requests_waiting", "component": "inference"}
     recorder.write("gauges", {**gauge, "time": time.time() - 12, "server": 0, "value": 4.0})
     recorder.write("gauges", {**gauge, "time": time.time() - 9, "server": 0, "value": 2.0})

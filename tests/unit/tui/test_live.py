@@ -64,7 +64,7 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for server in range(8):
         status.components[f"server {server}"] = f"loading {CONTROL}" + "something with a long name " * 8
     with Replay(folder, num_steps=50) as replay:
-        replay.recorder.describe_now(status.now)
+        replay.recorder.now = status.now
         replay.write_until(replay.step_end(19))
         replay.recorder.flush()
         yield folder
