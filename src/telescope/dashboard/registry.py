@@ -37,7 +37,6 @@ SEARCH_SECONDS = 5.0
 SEPARATOR = "~"
 """Replaces the slash in ids, so that an id is one segment of an address."""
 
-
 MAX_OPENED = 8
 """Number of runs whose tables stay in memory."""
 
@@ -52,8 +51,6 @@ LINE_POINTS = 40
 
 
 CONFIG, LAST, EVAL = "config.", "last.", "eval."
-
-SEED = "seed"
 
 BOOKKEEPING = frozenset(
     {
@@ -320,6 +317,6 @@ def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def experiment(config: Mapping[str, Any]) -> str:
     """Returns a text that is equal for runs whose settings differ only in the seed and bookkeeping."""
-    kept = {name: value for name, value in config.items() if name != SEED and name not in BOOKKEEPING}
+    kept = {name: value for name, value in config.items() if name not in ("seed", *BOOKKEEPING)}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

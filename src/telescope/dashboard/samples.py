@@ -149,7 +149,7 @@ def samples(store: RunStore, query: Annotated[SampleQuery, Query()]) -> dict[str
     steps = [row["step"] for row in rows if row["step"] is not None]
     is_quick = not steps or max(steps) - min(steps) <= NEAR_STEPS
     if not is_quick:
-        is_quick = sum(file.num_bytes for file in store.run.table_files("samples")) <= SMALL_BYTES
+        is_quick = sum(file.path.stat().st_size for file in store.run.table_files("samples")) <= SMALL_BYTES
     texts = beginnings(store, rows) if is_quick else {}
     around = store.snippets(text, rows) if (text := query.search.strip()) else {}
     for row in rows:

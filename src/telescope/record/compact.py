@@ -60,7 +60,9 @@ def _merge(run: Run, name: str) -> list[Path]:
             run.exclude(file.path)
     whole = run.table_files(name)
     blocks: list[tuple[int, int, Path]] = []
-    adjacent = (split_by_size(files, lambda file: file.num_bytes, FILE_BYTES) for files in split_at_gaps(whole))
+    adjacent = (
+        split_by_size(files, lambda file: file.path.stat().st_size, FILE_BYTES) for files in split_at_gaps(whole)
+    )
     for group in chain.from_iterable(adjacent):
         first, end = group[0].first, group[-1].end
         if len(group) > 1 or group[0].rows is not None:

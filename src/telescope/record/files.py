@@ -259,7 +259,7 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """Returns the identity of this process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", _boot_id(), _pid_namespace())
+        return cls(socket.gethostname(), pid, _start_ticks(pid) or "", *_kernel())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessIdentity | None:
@@ -271,7 +271,7 @@ class ProcessIdentity:
 
     def is_alive(self) -> bool | None:
         """Returns whether the process is running, or None if this machine cannot tell."""
-        if not self.boot or not self.started or self.boot != _boot_id() or self.namespace != _pid_namespace():
+        if not self.boot or not self.started or (self.boot, self.namespace) != _kernel():
             return None
         return _start_ticks(self.pid) == self.started
 
@@ -287,13 +287,8 @@ def _start_ticks(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _boot_id() -> str:
+def _kernel() -> tuple[str, str]:
+    """Returns the id of this boot and the process id namespace. Both are empty if the system does not report them."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _pid_namespace() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    return "", ""

@@ -36,11 +36,6 @@ class TableFile:
     rows: pa.Table | None = None
     """The rows of a tail. None for a block, which may be too large for memory."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The size on disk, in bytes."""
-        return self.path.stat().st_size
-
 
 @dataclass(frozen=True, slots=True)
 class Listing:
