@@ -105,7 +105,7 @@ async def measure(
         requests = 4 if arguments.quick else 32
         config = configuration(model, device, str(folder / "run"), 1, num_ranks, requests, settings)
         status = RunStatus("checkpoint", 0)
-        parts = await start_parts(shape, config, status, requests, stack)
+        parts, directory = await start_parts(shape, config, status, requests, stack)
         # Two short samples for each rank make the optimizer's state.
         samples = random_samples([64] * 2 * num_ranks, SHAPES[shape]["vocab_size"])
         step_input = pack_step(samples, step=0, version=0, seq_len=64, num_ranks=num_ranks, pad_to_multiple_of=64)

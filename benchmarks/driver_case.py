@@ -182,7 +182,7 @@ async def _observe(
         "steps": run.status.step - steps,
         "in_flight_mean": statistics.mean(in_flight),
         "masked": run.status.num_masked_samples,
-        "rows_dropped": sum(run.recorder.health().dropped.values()),
+        "rows_dropped": sum(run.recorder.dropped.values()),
         "rss_mib": peak_rss_mib(),
         "seconds": seconds,
     } | (

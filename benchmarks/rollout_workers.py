@@ -231,7 +231,7 @@ async def driver_cpu(pickled: bool, steps: int) -> dict[str, Any]:
         recorder.flush()
         used = Counter(cpu_seconds())
         used.subtract(before)
-        dropped = sum(recorder.health().dropped.values())
+        dropped = sum(recorder.dropped.values())
         await pool.close()
     ms = {name: 1000 * seconds / status.num_samples_finished for name, seconds in used.items()}
     own = 1000 * worker.seconds / status.num_samples_finished

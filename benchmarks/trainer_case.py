@@ -179,7 +179,7 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
         from telescope.trainer.backends.megatron import backend, conversion
 
         backend.model_folder = Path
-        conversion.Conversion.load = draw_stage  # type: ignore[method-assign]
+        conversion.Conversion.load = draw_stage  # type: ignore[method-assign, assignment]
     else:
         sharding.load_causal_lm = without_weights
         sharding.fill = draw_weights

@@ -146,7 +146,7 @@ async def measure(
         config = configuration(
             model, device, f"{run_dir}/run", arguments.engines, arguments.trainers, requests, arguments.set
         )
-        parts = await start_parts(shape, config, RunStatus("weight_sync", 0), requests, stack)
+        parts, _ = await start_parts(shape, config, RunStatus("weight_sync", 0), requests, stack)
         row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
         keep(row)
         if row["background_servers"]:
@@ -155,7 +155,7 @@ async def measure(
 
 async def start_parts(
     shape: str, config: TelescopeConfig, status: RunStatus, requests: int, stack: AsyncExitStack
-) -> RunComponents:
+) -> tuple[RunComponents, RunDirectory]:
     """Starts the components of a run, prints how long it took, and keeps `requests` requests in flight on an engine."""
     begin = time.monotonic()
     reaper = stack.enter_context(Reaper())
@@ -164,7 +164,7 @@ async def start_parts(
     parts = await start_components(config, directory, status, stack, reaper.directory)
     print(f"{shape}: started in {time.monotonic() - begin:.0f} s", flush=True)
     await stack.enter_async_context(load(parts, requests))
-    return parts
+    return parts, directory
 
 
 def print_logs(folder: Path) -> None:
