@@ -27,7 +27,6 @@ from telescope.record.files import RunFiles
 from telescope.record.run_info import read_run_json
 from telescope.trackers.base import TITLES, TrackedRun
 from telescope.trackers.wandb import wandb_mode
-from telescope.trackers.wandb_files import PATTERNS
 from telescope.utils.child_guard import kill_group
 from telescope.utils.packages import is_installed
 from telescope.utils.process import sigterm_blocked
@@ -74,7 +73,14 @@ class TrackerProcess:
             names = ("run_id", "attempt", "started_at", "name", "project", "tags")
             run |= {name: getattr(info, name) for name in names}
             run["config"] = json.loads(config.to_json())["values"]
-            run["uploads"] = [kind for kind in ("record", *PATTERNS) if getattr(config, f"wandb_upload_{kind}")]
+            uploads = {
+                "record": config.wandb_upload_record,
+                "code": config.wandb_upload_code,
+                "logs": config.wandb_upload_logs,
+                "logs_detailed": config.wandb_upload_logs_detailed,
+                "logs_stdout": config.wandb_upload_logs_stdout,
+            }
+            run["uploads"] = [kind for kind, is_chosen in uploads.items() if is_chosen]
         try:
             self._process = self._start()
         except OSError as error:

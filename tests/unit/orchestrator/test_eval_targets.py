@@ -167,7 +167,7 @@ def test_seeds_are_those_of_the_run_s_eval_of_the_same_name():
     (["--eval", "countdown", "--json", "no/where.json"], "--json: no is not a folder"),
     (["--eval", "countdown", "--wandb-run-path", "me/run"], "wandb_run_path is 'me/run'"),
     (["--eval", "countdown", "--learning_rate", "1"], "learning_rate (command line) is a field of training"),
-    (["--eval", "countdown", "--ray_inference_cpus_per_worker", "500"], "Lower inference_num_workers"),
+    (["--eval", "countdown", "--ray_inference_cpus_per_worker", "500"], "lower ray_inference_cpus_per_worker to"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_and_names_the_fix(run, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(run.parent)
