@@ -53,6 +53,7 @@ class LoadedEnvironments:
             if not is_agent(environment):  # an agent's rollout may wait for longer
                 environment.call_timeout_seconds = timeout_seconds
         self._endpoint: Endpoint | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if self._agents:
             from telescope.rollout.endpoint import Endpoint  # 4 MiB of aiohttp's server, which only agents need
 
@@ -111,6 +112,7 @@ class LoadedEnvironments:
         """Waits until rollouts have ended, then closes resources."""
         if self._endpoint is not None:
             await self._endpoint.stop()
+        if self._folder is not None:
             self._folder.cleanup()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic_core
-import yaml
 
 T = TypeVar("T")
 
 
 def table_of(file: str) -> Any:
     """Returns the content of the YAML file beside a module, given the module's `__file__`."""
+    import yaml  # the record is read without it
+
     # Uses libyaml if available, because every command imports such modules.
     return yaml.load(Path(file).with_suffix(".yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
