@@ -30,7 +30,7 @@ from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample_rows import assign_rows, encode_rows
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.trainer.batch import SampleTokens, StepResult
+from telescope.trainer.batch import SampleTokens, StepInput, StepResult
 from telescope.utils.timeline import Span
 
 NUM_SAMPLES, LENGTH, STEP_SECONDS = 128, 4096, 10.0
@@ -114,7 +114,8 @@ async def measure(num_steps: int, folder: Path) -> dict[str, object]:
             tokens = [make_tokens(group) for group in groups[:NUM_RECORDED]]
             spans = [Span("forward", 1.0 + i, 1.5 + i, i % 2, i) for i in range(SPANS_PER_STEP)]
             result = StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, spans, tokens)
-            batch, position = Batch(groups, np.full(NUM_SAMPLES, 0.5), [], {}), SamplerPosition(step, ())
+            batch = Batch(groups, np.full(NUM_SAMPLES, 0.5), [StepInput(step, step, [])], {})
+            position = SamplerPosition(step, ())
             of_process, of_loop = time.process_time(), time.thread_time()
             write_events(recorder, groups)
             await steps.trained(TrainedStep(step, batch, result, {}, time.time() - 9, 9.0, 1.0, position))
