@@ -114,7 +114,7 @@ class TimedSimulation(Simulation):
             max_concurrent_prompts_per_server=SLOTS // GROUP_SIZE, discard_group_zero_advantage=False,
             max_tokens=1000, max_model_len=2000, seq_len=4000,
         )  # fmt: skip
-        with patch("telescope.rollout.pool.share_slots", lambda *_: case.shares):
+        with patch("telescope.rollout.request_slots.share_slots", lambda *_: case.shares):
             super().__init__(
                 config, pace, seed=seed, num_servers=case.servers, num_workers=case.workers, answer=answer,
                 recorder=SampleRows(),
