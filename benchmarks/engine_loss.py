@@ -36,7 +36,7 @@ AIM_SECONDS = 10.0
 FULL = 0.9
 WINDOW_SECONDS = 5.0
 FULL_WITHIN_SECONDS = 60.0
-NOTICED, BACK = "inference server {} is down", "inference server {} is back"
+NOTICED, BACK = "server {} is down", "inference server {} is back"
 
 
 def main() -> int:
