@@ -74,7 +74,7 @@ LORA_RULES: tuple[Rule, ...] = (
 )
 
 
-def choose_layers(targets: str | Sequence[str], linear: Sequence[str], others: Iterable[str]) -> list[str]:
+def choose_layers(targets: str | Sequence[str], linear: Sequence[str], others: Iterable[str] = ()) -> list[str]:
     """Returns the linear layers to adapt, in the model's order.
 
     `all-linear` is every linear layer, another string a regular expression for whole names, and a list has names or
@@ -126,7 +126,7 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: str | Sequence[str
     layers = list(linear_layers(shape))
     names = [name for name, _, _ in layers]
     try:
-        chosen = set(choose_layers(targets, names, ()))
+        chosen = set(choose_layers(targets, names))
     except ConfigError:
         chosen = set(names)
     return sum(rank * (inputs + outputs) for name, inputs, outputs in layers if name in chosen)

@@ -39,7 +39,7 @@ def check_shape(config: TelescopeConfig, report: ModelReport) -> None:
     if config.router_replay and (why := why_no_router_replay(config, shape)) is not None:
         raise ConfigError(f"router_replay is true, but {why}. Set router_replay to false")
     if config.lora_rank and shape is not None and (report.unchecked or architecture_of(config) in megatron.MODEL_TYPES):
-        lora.choose_layers(config.lora_target_modules, [name for name, _, _ in lora.linear_layers(shape)], ())
+        lora.choose_layers(config.lora_target_modules, [name for name, _, _ in lora.linear_layers(shape)])
 
 
 def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:

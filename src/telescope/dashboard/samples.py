@@ -5,7 +5,6 @@ rows of a response only. A query works on its own view of the tables, so that a 
 """
 
 import math
-import os.path
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from telescope.dashboard.store import NO_HITS, Key, RunStore, key_of
 from telescope.dashboard.tables import Row, View
 from telescope.errors import UserError
 from telescope.record.query import sql_text
+from telescope.utils.text import num_equal
 
 BEGINNING = 200
 """Characters of a prompt or a completion in a list."""
@@ -255,8 +255,8 @@ def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
         prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")
-    several = {environment: list(some) for environment, some in prompts.items() if len(some) > 1}
-    same = {environment: os.path.commonprefix(some) for environment, some in several.items()}  # noqa: RUF071 (texts)
+    ends = {environment: (min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
+    same = {environment: first[: num_equal(first, last)] for environment, (first, last) in ends.items()}
     for row in members:
         if text := texts.get(key_of(row)):
             prompt, prefix = text["prompt"] or "", same.get(row["environment"], "")
