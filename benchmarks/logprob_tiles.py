@@ -6,10 +6,7 @@
 For each configuration (`telescope.trainer.logprob_kernels.Tiles`): the sums of the softmax over the whole vocabulary,
 and the gradient of an eighth of it, for 8,192 tokens. Each result is first compared with the one of the configuration
 in use. A configuration that does not compile, or is wrong, is reported and left out. TFLOP/s count the product alone.
-Most of the time goes into compiling, one to three seconds each: some eight minutes in all, half a minute with --quick.
-
-The stored results (`results/logprob_tiles.json`) are from an earlier script, which timed more kinds of kernels with
-fewer configurations; this one has not run on a GPU yet.
+Most of the time goes into compiling: three minutes in all on 16 cores, half a minute with --quick.
 """
 
 from __future__ import annotations
