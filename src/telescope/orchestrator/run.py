@@ -66,8 +66,9 @@ class _TrainingRun:
             refuse_damage(self._resumed.path, self._resumed.meta)
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._checkpoints = CheckpointFolder.for_run(config, self._directory.path)
-        self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
-        self._status.run_dir = str(self._directory.path)
+        self._status = RunStatus(config.wandb_run_name, config.number_of_steps, run_dir=str(self._directory.path))
+        if self._resumed is not None:
+            self._status.step = self._resumed.step
         for note in notes:
             self._status.report(note, "config")
         self._session = Session(self._status, view, "stopping after this step")
@@ -180,7 +181,7 @@ class _TrainingRun:
         rows = Run(self._directory.path).table("steps", columns=["step", "metrics"]).sort_by("step").to_pylist()
         earlier = [(row["step"], dict(row["metrics"])) for row in rows if row["step"] < checkpoint.step]
         status.health.resume(earlier, evaluation.points())
-        status.step = status.version = checkpoint.step
+        status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
         source = ModelSource(self._status.version, time.time(), self._config.model, self._config.hash)

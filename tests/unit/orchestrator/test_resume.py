@@ -23,9 +23,12 @@ from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.resume import changed_fields, check_data, describe_data, find_checkpoint, finished_steps
+from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.status import Interrupted
 from telescope.record.files import read_json, replace_json
+from telescope.record.reader import Run
 from telescope.utils.digests import digests_of, files_below
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -93,6 +96,18 @@ def test_changed_fields_are_used_and_listed(resuming):
     assert "trainer_num_workers 1 -> 2" in note
     assert changed.state.sampler == SamplerPosition(6, (5,))
     assert len(changed.state.groups) == 1
+
+
+async def test_a_resumed_run_that_is_stopped_before_it_trains_has_the_steps_of_its_checkpoint(resuming, monkeypatch):
+    async def is_stopped(self: _TrainingRun) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(_TrainingRun, "_start_and_train", is_stopped)
+    with RunDirectory.create(resuming.config(resume_from_checkpoint=False), []).open_record(console=False):
+        pass
+    summary = await _TrainingRun(resuming.config(), ["A remark."], None).run()
+    assert summary.sentence == "stopped after 2 steps, as requested"
+    assert Run(resuming.run_dir).values("alerts", "step", message="A remark.") == {2}
 
 
 COSINE = {"lr_scheduler": "cosine", "learning_rate": 1e-6}
