@@ -92,7 +92,12 @@ def test_no_problem_is_solved_by_copying_a_formula_of_it(environment):
         ("3+2x", "2x+3", "Let $f(x)=x$.", True), ("x+1", "1+x", "Let $3x+1=2$.", True),
         ("2^{10}", "2^{10}", "Which is larger, $2^{10}$ or $10^3$?", True), ("3", "3.0", "Round $3$.", True),
         ("1,000", "1000", "There are 1,000 people.", True), (r"\$4.50", "4.5", "Tickets cost $4.50.", True),
-        ("-5", "x=-5", "Solve $f(x)=-5$.", True),
+        ("-5", "x=-5", "Solve $f(x)=-5$.", True), ("AB = 7", "7", "If $BC = 7$ and $AC = 8$, find $AB$.", True),
+        (r"r = 2\sqrt{3}", r"2\sqrt3", r"A square has the side $2\sqrt{3}$.", True), ("x^{2}", "x^2", "$x^{2}$", True),
+        ("1/2", r"\frac{1}{2}", "A coin shows heads with $1/2$.", True),
+        (r"P = \frac{1}{2}", r"\frac12", r"A coin shows heads with $\frac{1}{2}$.", True),
+        ("12/16", r"\frac34", r"Simplify $\frac{12}{16}$.", False),
+        (r"S=\sum_{n=1}^{4} n", "10", r"Compute $\sum_{n=1}^{4} n$.", False),
     ],
 )  # fmt: skip
 def test_another_notation_is_accepted_and_a_restatement_refused(answer, expected, problem, accepted):

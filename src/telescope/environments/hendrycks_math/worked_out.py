@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from telescope.environments.math_notation import MAX_CHARACTERS, normalize_answer, to_latex
+from telescope.environments.math_notation import MAX_CHARACTERS, has_paired_braces, normalize_answer, to_latex
 
 _KINDS = (
     ("sin", "cos", "tan", "cot", "sec", "csc"),
@@ -41,6 +41,9 @@ _SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
 """Signs around a number: degrees, percent, dollars, a unit."""
 _DIGITS = r"(?:[0-9]+(?:\{?,\}?[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
 _DECIMAL = re.compile(r"(?:[A-Za-z]=)?[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
+_SLASHED = re.compile(r"(?<![0-9A-Za-z.^_})])([0-9]+)/([0-9]+)(?![0-9.^!])")
+_BRACED = re.compile(r"\{([0-9])\}|(?<=[\^_])\{([A-Za-z])\}")
+_SEPARATOR = re.compile(r"[,;]|(?<![\\A-Za-z])(?:or|and)(?![A-Za-z])")
 _PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DIGITS}"  # 12, 1,000, 0.5
@@ -61,6 +64,8 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
     """Returns whether `answer` is a result, not a restatement of `problem`."""
     if len(answer) > MAX_CHARACTERS:
         return answer == expected
+    if "=" not in expected:
+        answer = _last_side(to_latex(answer))
     answer_text, expected_text = _plain(normalize_answer(answer)), _plain(normalize_answer(expected))
     if _DECIMAL.fullmatch(answer_text) and _DECIMAL.fullmatch(expected_text):
         return True  # 1,000 for 1000 is no formula of the problem, even if the problem has it
@@ -74,6 +79,12 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
     return not _is_copied(answer, problem)
 
 
+def _last_side(text: str) -> str:
+    r"""Returns the result of an equation, such as 70 of `C = \binom{8}{4} = 70`. Other texts are returned unchanged."""
+    left, _, right = text.rpartition("=")
+    return right if right.strip() and has_paired_braces(right) and not _SEPARATOR.search(left) else text
+
+
 def _is_copied(answer: str, problem: str) -> bool:
     """Returns whether the answer is a formula of the problem, or one side of it."""
     answer_text = _plain(to_latex(answer))
@@ -82,8 +93,9 @@ def _is_copied(answer: str, problem: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Returns the text without spaces and dollar signs, and with one multiplication sign."""
-    return _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
+    """Returns the text without spaces and dollar signs, with one notation of products, fractions and exponents."""
+    text = _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times"))
+    return _BRACED.sub(r"\1\2", _SLASHED.sub(r"\\frac{\1}{\2}", text))
 
 
 def _kinds(text: str) -> set[str]:
