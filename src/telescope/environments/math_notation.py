@@ -22,9 +22,11 @@ _SYMBOLS = str.maketrans({
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"), **dict.fromkeys("\u00f7\u2215\u2044", "/"),
     **dict.fromkeys("\u00b0\u00ba\u02da", "^\\circ "), **dict.fromkeys("\u00b7\u22c5\u2219", "\\cdot "),
     "\u2103": "^\\circ C", "\u2109": "^\\circ F", "\u2032": "'", "\u2033": "''",
-    "\u00d7": "\\times ", "\u222a": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+    "\u00d7": "\\times ", "\u222a": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "≠": "\\ne ",
+    **dict.fromkeys("≤⩽", "\\le "), **dict.fromkeys("≥⩾", "\\ge "), "。": ".", "、": ", ", "或": " or ",
     "±": "\\pm ", "∓": "\\mp ", "≈": "\\approx ", "∅": "\\emptyset ", "∈": "\\in ", "…": "...",
 })  # fmt: skip
+_INDEX = r"[0-9a-z]|\{[0-9a-z+-]+\}"
 _COMPOSED = re.compile(r"[²³¹\u2070-\u207f]+|[\u2080-\u208e]+|[¼-¾\u2150-\u215e\u2189]")
 _REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -34,6 +36,10 @@ _REWRITTEN = [
         (r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt)(?=\s*\{)", ""),
         (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (rf"(?<![A-Za-z\\])C_({_INDEX})\s*\^({_INDEX})", r"\\binom{\1}{\2}"),  # the notation of Chinese schools
+        (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
+        (r"\\(leq?|geq?)slant(?![A-Za-z])", r"\\\1"),
         (r"\\mid(?![A-Za-z])", "|"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
@@ -44,6 +50,7 @@ _REWRITTEN = [
         (r"(?<=[\w)\]}])\s*\*\*\s*(?=[\w({-]|\\[A-Za-z({])", "^"),  # Python's power
         (r"\^(-?[0-9]{2,}|-[0-9])", r"^{\1}"),
         (r"(?<=[0-9])(?:\\[,;:! ]|~)+(?=[0-9]{3}(?![0-9]))", ""),  # between thousands
+        (r"(?<=[0-9])(?:\\[,;:! ]|[\s~])+(?=\\?%)", ""),
     )
 ]
 _ENCLOSING = [pair.split(" ") for pair in ("$$ $$", "$ $", "\\( \\)", "\\[ \\]", "** **", "` `", '" "', "{ }")]
@@ -100,10 +107,17 @@ _LABEL = re.compile(
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 _MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
+_MIXED_PERCENT = re.compile(r"([0-9]+)\s*\\frac\s*(?:\{([0-9]+)\}|([0-9]))\s*(?:\{([0-9]+)\}|([0-9]))\s*(\\?%)")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:(?: |\{?,\}?)[0-9]{3})+(?:\.[0-9]+)?")
 _REPEATING = re.compile(
     r"([-+]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\))"
 )  # 0.1\overline{6}
+
+_SET_BUILDER = re.compile(r"\\\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?R\}?|R)\s*)?[|:](.*)\\\}")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![\\A-Za-z])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])")
+_COMPARISON = re.compile(r"([<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z]))")
+_TWO_ROOTS = re.compile(r"(?!\\\{|\()([^,]*\{[^,]*)\\pm(?![A-Za-z])([^,]*)")
+"""Values that differ in a sign within a formula: math-verify only reads a sign between two values."""
 
 
 def to_latex(text: str) -> str:
@@ -143,6 +157,9 @@ def normalize_answer(text: str) -> str:
     text = _WORDS_OF_NUMBER.sub(r" \1", text)
     if match := _WITH_UNIT.fullmatch(text):
         text = match[1].strip()
+    text = _as_intervals(text)
+    if text.count(r"\pm") == 1 and (match := _TWO_ROOTS.fullmatch(text)):
+        return f"{match[1]}+{match[2]}, {match[1]}-{match[2]}"
     text = _POWER_OF_TEN.sub(r"\\times ", text)
     if match := _DEGREES.fullmatch(text):
         text = match[1]
@@ -150,6 +167,9 @@ def normalize_answer(text: str) -> str:
         return rf"{match[1]} \times 10^{{{int(match[2])}}}"
     if match := _MIXED.fullmatch(text):
         return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+    if match := _MIXED_PERCENT.fullmatch(text):  # math-verify ignores its whole number
+        whole, numerator, denominator, sign = filter(None, match.groups())
+        return rf"\frac{{{int(whole) * int(denominator) + int(numerator)}}}{{{denominator}}}{sign}"
     if match := _REPEATING.fullmatch(text):
         sign, whole, fixed, *periods = match.groups()
         period = next(filter(None, periods))
@@ -157,6 +177,30 @@ def normalize_answer(text: str) -> str:
         number = Fraction(int(f"0{whole}{fixed}{period}") - fixed_digits, shift * (10 ** len(period) - 1))
         return rf"{sign}\frac{{{number.numerator}}}{{{number.denominator}}}"
     return re.sub(r"[ ,{}]", "", text) if _GROUPED.fullmatch(text) else text
+
+
+def _as_intervals(text: str) -> str:
+    r"""Writes `\{x | 1 < x < 3\}` and `x < 1 or x > 3` as intervals, and returns other texts unchanged.
+
+    math-verify reads neither. A range without an alternative, `1 < x < 3`, is left to it.
+    """
+    is_set = _SET_BUILDER.fullmatch(text)
+    ranges = [_COMPARISON.split(part) for part in _OR.split(is_set[2] if is_set else text)]
+    if len(ranges) == 1 and not is_set:
+        return text
+    variable = is_set[1] if is_set else next(filter(re.compile("[a-z]").fullmatch, map(str.strip, ranges[0])), "")
+    intervals = []
+    for values, signs in ((list(map(str.strip, sides[::2])), sides[1::2]) for sides in ranges):
+        is_greater = {sign.startswith((">", "\\g")) for sign in signs}
+        if True in is_greater:
+            values, signs = values[::-1], signs[::-1]
+        place = values.index(variable) if variable in values else -1
+        if (len(values), place) not in ((2, 0), (2, 1), (3, 1)) or len(is_greater) != 1:
+            return text
+        low = ("[" if "e" in signs[place - 1] else "(") + values[place - 1] if place else r"(-\infty"
+        high = values[place + 1] + ("]" if "e" in signs[place] else ")") if values[place + 1 :] else r"\infty)"
+        intervals.append(f"{low}, {high}")
+    return r" \cup ".join(intervals)
 
 
 def _in_latex(run: re.Match[str]) -> str:

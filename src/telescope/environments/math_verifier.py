@@ -136,6 +136,8 @@ def main() -> None:
     connection = Connection(int(sys.argv[2]))
     connection.send_bytes(b"ready")
     reading = [LatexExtractionConfig()]
+    # `1 < x < 2` equals `(1, 2)`; the child has no time limit of its own.
+    options: dict[str, Any] = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
 
     def parsed(text: str) -> Any:
         return parse(f"\\boxed{{{text}}}", extraction_config=reading, parsing_timeout=None, raise_on_error=True)
@@ -149,7 +151,7 @@ def main() -> None:
         try:
             first, *others = map(parsed, texts)
             if others:
-                reply = bool(verify(first, others[0], timeout_seconds=None, raise_on_error=True))
+                reply = bool(verify(first, others[0], **options))
             elif not isinstance(first[0], str):  # parse adds the text itself, which is alone if it was not read
                 reply = str(first[0])
         except Exception:  # SymPy may raise anything on a wrong answer

@@ -29,13 +29,15 @@ REASONING_TAGS = {
 _TAG = re.compile(rf"({'|'.join(map(re.escape, REASONING_TAGS))})|{'|'.join(map(re.escape, REASONING_TAGS.values()))}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
 _ANSWER_MARK = re.compile(
-    r"answer[ \t*_]{0,8}(?:\bis\b|[:=])|^[ \t#*_]{0,8}(?:final )?answer[ \t*_]{0,8}$", re.IGNORECASE | re.MULTILINE
+    r"answer[ \t*_]{0,8}(?:\bis\b|[:\uff1a=])|(?:答案|答え)[ \t*_]{0,8}[是为為は:\uff1a]"
+    r"|^[ \t#*_]{0,8}(?:final )?answer[ \t*_]{0,8}$",
+    re.IGNORECASE | re.MULTILINE,
 )
-"""Text that precedes an answer: "answer:", "answer is", or a line with only "Answer"."""
+"""Text that precedes an answer: "answer:" or "answer is", in Chinese and Japanese too, or a line with only "Answer"."""
 _BEHIND_ANSWER = re.compile(
     r"(?<=[0-9)\]}$%*])(?:\.\s+(?=[A-Z0-9(\\$*])(?!(?i:or|and|not)\b)"  # another sentence, but no second answer
     r"|[,;]?\s+(?:because|since|as|which|so)\b|\s+\((?i:see|as|since|because|from|by|check|note|rounded)\b)"
-    r"|[,;]?\s+because\b"
+    r"|[,;]?\s+because\b|。|\uff0c(?=[因所故即])"
     r"|(?:(?<=[A-Za-z]{3})|(?<=\b[Nn]o))\.\s+(?=(?:The|This|That|We|So|Because|Since|It|I|Here|There|Check|Note)\b)"
 )
 """Text that ends an answer within its line. Only certain words count: "Mrs. Smith" is a name."""
@@ -46,6 +48,8 @@ _GREEK = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|
 """Letters whose case matters. math-verify ignores the case of all letters."""
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 """A letter of multiple choice, alone or before the text of the choice."""
+_CHOICES = re.compile(r"[A-J](?:\s*(?:[,;]|\band\b)?\s*[A-J])+")
+"""Several letters of multiple choice: "ACD", "A, C"."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
 _DOTTED_HOUR = re.compile(r"\b([ap])\.m\b\.?")
 _SPACE_AT_SIGN = re.compile(r"\s{0,9}([^\w\s])\s{0,9}")
@@ -227,13 +231,13 @@ def extract_stated_answer(text: str) -> str:
         return answer
     for number, line in enumerate(reversed(text.rstrip().splitlines())):
         before, marker, answer = line.rpartition("####")
-        answer = answer.partition("</answer>")[0].strip()
+        answer = answer.partition("</answer>")[0].strip(" \t*")
         if marker and answer and (number == 0 or not (before.strip(" \t*") or _HEADING.search(answer))):
             return answer
     if answer := extract_answer_tags(text):
         return extract_stated_answer(answer) or answer
     marks = list(_ANSWER_MARK.finditer(text))
-    stated = text[marks[-1].end() :].lstrip(" \t\r\n*_:") if marks else ""
+    stated = text[marks[-1].end() :].lstrip(" \t\r\n*_:\uff1a") if marks else ""
     line = stated.removeprefix("$$\n").removeprefix("\\[\n").partition("\n")[0]
     return _BEHIND_ANSWER.split(line, maxsplit=1)[0].strip(" \t\r*_#").removesuffix(".").strip(" *_")
 
@@ -257,6 +261,8 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
     choice, chosen = _CHOICE.fullmatch(texts[1]), _CHOICE.match(texts[0])
     if choice and chosen and not _CHOICE_MARK.search(texts[0], chosen.end()):
         return choice[1] == chosen[1]
+    if all(map(_CHOICES.fullmatch, texts)):
+        return sorted(re.findall("[A-J]", texts[0])) == sorted(re.findall("[A-J]", texts[1]))
     changes = [set(map(str.lower, CHANGING_WORD.findall(text))) for text in texts]
     hours = [set(map(str.lower, _HOUR.findall(text))) for text in texts]
     if changes[0] != changes[1] or (all(hours) and hours[0] != hours[1]):

@@ -105,6 +105,16 @@ speed = 5 | 5 ;; 5 | Speed: 5 ;; 72 | Clips = 72 ;; The answer is 72 | 72
 5원 | 5 ;; 5 км | 5 ;; 5 м/с | 5 ;; 5 рублей | 5 ;; 5 миллиметров | 5 ;; 5 años | 5 ;; 5 mètres | 5 ;; 5万元 | 5万元
 18 \mathrm{~km} / \mathrm{h} | 18 ;; 18 km/h | 18 \mathrm{~km} / \mathrm{h} ;; 2 | 2 \mathrm{~m} / \mathrm{s}^{2}
 9.8 \mathrm{~m} \cdot \mathrm{s}^{-2} | 9.8 ;; y = -\frac{2}{3}x + \frac{5}{3} | 2x+3y-5=0
+x > 5 | (5, \infty) ;; -2 \le x \le 7 | [-2,7] ;; 1\leqslant x\leqslant 3 | [1,3] ;; 3 ≥ x > 1 | (1, 3]
+x \le 2 \text{ or } x \ge 3 | (-\infty, 2] \cup [3, \infty) ;; x < 1 或 x > 3 | (-∞,1)∪(3,+∞)
+(2, +\infty) | \{x \mid x > 2\} ;; \{x : x>2\} | \{x|x>2\} ;; \{x \mid 1 \leq x < 3\} | [1,3) ;; x > 2 | \{x|x>2\}
+\{ x \in \mathbb{R} \mid x > a\} | (a,\infty) ;; \left\{ x | x < 1 或 x > 3\right\} | (-\infty,1)\cup(3,\infty)
+\frac{3+\sqrt5}{2}, \frac{3-\sqrt5}{2} | \frac{3 \pm \sqrt{5}}{2}
+x = \frac{-1 \pm i\sqrt{3}}{2} | \frac{-1 + i \sqrt{3}}{2}, \frac{-1 - i \sqrt{3}}{2}
+\binom{10}{3} | C_{10}^{3} ;; 120 | C_{10}^{3} ;; {n \choose k} | \binom{n}{k}
+\arctan 2 | \tan^{-1}(2) ;; 60\,\% | 60\% ;; 33⅓% | \frac{100}{3}\% ;; 12.5\% | 12\frac12\%
+72。 | 72 ;; 1、2 | 1, 2 ;; A, C, D | ACD ;; ACD | A,C,D ;; C, A | A, C
+\binom{10}{3} = 120 | 120 ;; 5! = 120 | 120 ;; \cos A = \frac{3}{5} | \frac{3}{5} ;; |z| = 5 | 5
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -124,6 +134,12 @@ not 5 | 5 ;; less than 5 | 5 ;; 5 \text{ or more} | 5 ;; 3 am | 3 pm ;; 3 a.m. |
 5元 | 6 ;; 5万元 | 5 ;; 5千 | 5 ;; 3个半 | 3 ;; 5元3角 | 5 ;; 5만원 | 5 ;; 5 млн | 5 ;; 5 тысяч | 5 ;; 5 millions | 5
 5 or 6个 | 5 ;; 1/\mathrm{e} | 1 ;; 2x+3y+5=0 | 2x+3y-5=0
 5 | 5 thirds ;; 5 more | 5 ;; C. 2 | B ;; B. 2 or C. 3 | B ;; A) B | B ;; (A) 2, (B) 3 | A ;; Total: 73 | 72
+x \ge 5 | (5, \infty) ;; x < 5 | (5,\infty) ;; \{x \mid x \ge 2\} | \{x \mid x > 2\} ;; 1<x<4 | \{x|1<x<3\}
+x \le 1 \text{ or } x > 3 | (-\infty,1)\cup(3,\infty) ;; 1 < x < 3 | (-\infty,1)\cup(3,\infty)
+\frac{3+\sqrt5}{2} | \frac{3 \pm \sqrt{5}}{2} ;; \frac{3\pm\sqrt5}{2} | \frac{3+\sqrt{5}}{2}
+\frac{3\pm\sqrt7}{2} | \frac{3 \pm \sqrt{5}}{2} ;; \binom{10}{4} | C_{10}^{3} ;; C_{10}^{3} | 120
+66\frac{1}{3}\% | 33\frac{1}{3}\% ;; \frac{1}{3}\% | 33\frac{1}{3}\% ;; A, C | ACD ;; ACD | A, C ;; A, B | B ;; AB | A
+S = \binom{10}{3} | 120 ;; 120 = 5! | 120 ;; \sum_{n=1}^{10} n | 55 ;; x = 5!, x = 2 | 120, 2
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
 
@@ -200,7 +216,7 @@ def test_any_text_is_compared_without_an_error(text):
         ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
         ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
         (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
-        ("<answer> 5 </answer>", "5"), ("5", ""), ("48/2 = 24\n#### 72\nDone.", "72"), ("#### B\n\nIt fits.", "B"),
+        ("<answer> 5 </answer>", "5"), ("5", ""), ("48/2 = 24\n#### **72**\nDone.", "72"), ("#### B\n\nIt fits.", "B"),
         ("#### 1,072\n\nHope that helps!", "1,072"), ("#### 2. Sum\nAnswer: 5", "5"), ("##### 5\nAnswer: 6", "6"),
         ("<answer> #### 1072 </answer>", "1072"), ("<answer>\n#### 72\n</answer>\nDone.", "72"),
         ("<answer>The answer is 5.</answer>", "5"), ("The answer is 1072. Check: 1070+2.", "1072"),
@@ -211,6 +227,8 @@ def test_any_text_is_compared_without_an_error(text):
         ("The answer is 3 (mod 7)", "3 (mod 7)"), ("The answer is 5. Or 6.", "5. Or 6"), ("The answer is 5!", "5!"),
         ("The answer is 2.5.", "2.5"), ("The answer is Mrs. Smith.", "Mrs. Smith"),
         ("The answer is No. It is odd.", "No"),
+        ("答案：72", "72"), ("所以答案是 $72$。", "$72$"), ("**答案：** 72，因为 48+24", "72"), ("Answer：72", "72"),
+        ("答案：3，5", "3，5"),
         ("The answer is 5. The answer is 6.", "6"), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
     ],
 )  # fmt: skip

@@ -24,7 +24,7 @@ OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of i
 """Follows the shipped problems, which lack the instruction of the hub's prompts."""
 
 _ANSWER_LINE = re.compile(
-    r"(?<![A-Za-z])answer[ \t*_]{0,8}:(?:[\s*_]|(?:\\\[|\$\$)[ \t]*\n){0,20}(.*)$", re.IGNORECASE | re.MULTILINE
+    r"(?<![A-Za-z])answer[ \t*_]{0,8}[:\uff1a](?:[\s*_]|(?:\\\[|\$\$)[ \t]*\n){0,20}(.*)$", re.IGNORECASE | re.MULTILINE
 )
 """Text may precede it, as in the reward of the paper. The answer may follow in the next line, as formulas do."""
 
