@@ -35,6 +35,8 @@ _OWN_PROBLEMS = Path(__file__).parent / "hendrycks_math" / "problems.json"
 
 ANSWERS_KEY = "_answers"
 """Key of a sample's metadata with all its answers, if there are several."""
+NO_ANSWERS = ("proof", "notfound")
+"""What the column `answer` of NuminaMath has where a problem asks for a proof. A model would learn to write it."""
 MAX_WORDS = 5
 """Most words of a final answer, such as "all real numbers except 1". No model repeats a sentence word by word."""
 _ASIAN = "\u3040-\u9fff\uac00-\ud7af"
@@ -219,6 +221,8 @@ def read_golds(value: Any, *, is_final: bool = False) -> list[str]:
     text = "" if value is None or value != value else str(value).strip()
     if is_final:
         return [text] if text else []
+    if text.lower() in NO_ANSWERS:
+        return []
     if text.startswith('["') and text.endswith('"]'):
         with contextlib.suppress(ValueError):
             return read_golds(json.loads(text))

@@ -228,6 +228,18 @@ def test_columns_are_recognized_in_all_rows(tmp_path, caplog):
     assert "Left out without a prompt or an answer: 150 rows." in caplog.text
 
 
+def test_problems_without_an_answer_in_numina_math_are_left_out(tmp_path, caplog):
+    rows = [{"problem": "?", "answer": answer} for answer in ("5", "proof", "notfound")]
+    assert len(made(write(tmp_path / "rows.jsonl", rows))) == 1
+    assert "Left out without a prompt or an answer: 2 rows." in caplog.text
+
+
+def test_rows_whose_prompt_shows_an_image_are_refused(tmp_path):
+    rows = [{"problem": "<image>What is x?", "images": ["a.png"], "answer": "5"}]
+    with pytest.raises(UserError, match="its prompt shows an image, which no model sees here"):
+        len(made(write(tmp_path / "rows.jsonl", rows)))
+
+
 def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_answer(tmp_path, caplog):
     rows = [{"question": f"{n}?", "answer": n} for n in range(50)] + [{"question": "?", "answer": None}]
     path = write(tmp_path / "rows.jsonl", rows)

@@ -14,6 +14,7 @@ from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations", "text")
+IMAGES = ("images", "image")
 CHOICES = ("choices", "options")
 ANSWERS = (
     "reward_model.ground_truth",
@@ -47,6 +48,8 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
         if not isinstance(conversation, list) or conversation[-1:] == [] or conversation[-1]["role"] != "assistant":
             raise ValueError("it does not end with an assistant's message, the answer. Set answer to a column")
         return _answerable(conversation[:-1]), conversation[-1]["content"]
+    if any(row.get(column) for column in IMAGES) and any("<image>" in str(value_of(row, name)) for name in columns):
+        raise ValueError("its prompt shows an image, which no model sees here. Leave such rows out")
     if len(columns) == 1:
         return read_prompt(value_of(row, columns[0])), gold
     texts: list[str] = []
