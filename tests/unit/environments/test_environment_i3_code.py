@@ -67,9 +67,11 @@ def test_own_problems_have_three_difficulties():
     [
         ("1  2 \n\n3", "1 2\n3\n", True), ("0.50", "0.5", True), ("-0.0 1.0", "0 1", True), ("a\r\nb", "a\nb", True),
         ("1 2", "1\n2", False), ("12", "1 2", False), ("1.5", "1.25", False), ("A", "a", False), ("", "0", False),
+        ("0.30000000000000004", "0.3", True), ("0.3333333333333333", "0.333333333333", True),
+        ("1e-05", "0.00001", True), ("0.3333333", "0.333333", False), ("1e5", "100000", False),
     ],
 )  # fmt: skip
-def test_outputs_may_differ_in_whitespace_or_zeros_alone(printed, expected, is_right):
+def test_outputs_may_differ_in_whitespace_zeros_or_the_rounding_of_floats(printed, expected, is_right):
     assert (digest(canonical_text(printed)) in expected_digests(expected, is_value=False)) is is_right
 
 
@@ -78,6 +80,7 @@ def test_outputs_may_differ_in_whitespace_or_zeros_alone(printed, expected, is_r
     [
         ([1, 2], [1, 2], True), (3, [3], True), ((1, "a"), [1, "a"], True), (2.0, 2, True), ([1], "[1]", True),
         ("x", "x", True), ([2, 1], [1, 2], False), ("3", 3, False), (True, 1, False), (None, [], False),
+        ([0.1 + 0.2], [0.3], True), (0.1 + 0.7, 0.8, True), (0.333333, 0.3333333, False),
     ],
 )  # fmt: skip
 def test_a_value_is_right_as_it_is_in_a_list_or_as_json(value, expected, is_right):
@@ -91,6 +94,12 @@ def test_a_function_may_use_a_dataclass_whose_annotations_are_texts():
     )
     result = run_test(program, [3], "solve", seconds=60.0, memory_bytes=2**31)
     assert (result["status"], result["output"]) == ("ok", "4"), result["stderr"]
+
+
+def test_a_method_needs_no_imports_that_leet_code_has():
+    program = "class Solution:\n    def solve(self, x: List[int]) -> int:\n        return math.gcd(*Counter(x))\n"
+    result = run_test(program, [[4, 6]], "solve", seconds=60.0, memory_bytes=2**31)
+    assert (result["status"], result["output"]) == ("ok", "2"), result["stderr"]
 
 
 def test_files_of_others_have_keyword_arguments_that_are_known():

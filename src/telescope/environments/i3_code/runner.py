@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
 import re
 import resource
@@ -35,7 +36,8 @@ sys.setrecursionlimit(20_000)
 job, out = json.load(sys.stdin), os.fdopen(int(sys.argv[1]), "w")
 sys.modules["solution"] = types.ModuleType("solution")  # dataclasses look up their module
 scope = vars(sys.modules["solution"])
-exec("from typing import *", scope)
+exec("from typing import *; from collections import Counter, OrderedDict, defaultdict, deque", scope)
+exec("import bisect, collections, functools, heapq, itertools, math, random, re, string", scope)  # as LeetCode does
 exec(compile(open("program.py").read(), "program.py", "exec"), scope)
 function = scope.get(job["name"]) or getattr(scope["Solution"](), job["name"])
 value = function(*job["arguments"])
@@ -46,27 +48,32 @@ out.close()
 
 
 def canonical_text(text: str) -> str:
-    """Returns the text with normalized whitespace, blank lines and trailing zeros of decimals."""
+    """Returns the text with normalized whitespace and blank lines, and decimals rounded as in `canonical_value`."""
 
     def word(token: str) -> str:
-        if not re.fullmatch(r"-?[0-9]+\.[0-9]+", token):
-            return token
-        return re.sub(r"^-0$", "0", token.rstrip("0").rstrip("."))
+        is_decimal = re.fullmatch(r"-?[0-9]+(?:\.[0-9]+(?:e[-+]?[0-9]+)?|e-[0-9]+)", token)
+        return json.dumps(_rounded(float(token))) if is_decimal else token
 
     return "\n".join(" ".join(map(word, line.split())) for line in text.splitlines() if line.strip())
 
 
 def canonical_value(value: Any) -> str:
-    """Returns the same JSON text for values that Python calls equal, except true and 1."""
+    """Returns the same JSON text for values that Python calls equal, except true and 1. Decimals are rounded."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
             return [plain(each) for each in item]
         if isinstance(item, dict):
             return {str(key): plain(each) for key, each in item.items()}
-        return int(item) if isinstance(item, float) and item.is_integer() else item
+        return _rounded(item) if isinstance(item, float) else item
 
     return json.dumps(plain(value), sort_keys=True)
+
+
+def _rounded(number: float) -> Any:
+    """Returns the number with twelve digits: 0.1 + 0.2 is 0.3. Digests of outputs allow no tolerance."""
+    rounded = number if number.is_integer() or not math.isfinite(number) else float(f"{number:.12g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 def digest(text: str) -> str:
