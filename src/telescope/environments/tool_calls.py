@@ -64,13 +64,16 @@ _NAMED_OPENINGS = (
     rf"<{NAMESPACE}invoke name=[\"']?({_NAME}{{0,200}})[\"']?>",
     rf"<\|tool_call>call:({_NAME}{{1,200}}+)",
     rf"to=functions\.({_NAME}{{1,200}}+)[^{{}}\[\]]{{0,100}}?<\|message\|>",
-    rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
+    rf"\[TOOL_CALLS\]({_NAME}{{1,200}})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\]|(?=\{{)|\Z)",
     rf"{_DEEPSEEK_CALL}(?:function{_DEEPSEEK_NAME})?({_NAME}{{1,200}}+)(?:{_DEEPSEEK_NAME}|\s*```json)",
     rf"<\|tool_call_begin\|>(?:functions\.)?({_NAME}{{1,200}}?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
 )
 """Markup with the name of a tool, before its arguments as JSON; after the first two as `<parameter ...>` elements."""
-_MARKERS = r"<\|python_tag\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call\|>|<\|START_ACTION\|>"
-"""Tokens that announce calls, which follow as JSON objects or in Python."""
+_MARKERS = (
+    r"<\|python_(?:tag|start)\|>|\[TOOL_CALLS\]|<\|tool_call_start\|>|<\|tool_call\|>|<\|START_ACTION\|>"
+    r"|<function_calls>|```tool_code"
+)
+"""Text that announces calls, which follow as JSON objects or in Python."""
 _TOKEN = re.compile(
     rf"(?P<opens>{'|'.join(map(re.escape, REASONING_TAGS))})"
     r"|(?P<closes></think>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)"

@@ -64,6 +64,7 @@ FORMS = {
     "llama after a tag": lambda a: f"<|python_tag|>{dump({'name': 'write', 'parameters': a})}",
     "mistral": lambda a: f"[TOOL_CALLS] [{dump({'name': 'write', 'arguments': a})}]",
     "mistral with names": lambda a: f"[TOOL_CALLS]write[ARGS]{dump(a)}",
+    "mistral without a mark": lambda a: f"[TOOL_CALLS]write{dump(a)}",
     "cohere": lambda a: f"<|START_ACTION|>[{dump({'tool_call_id': '0', 'tool_name': 'write', 'parameters': a})}]",
     "harmony": lambda a: f"{ANALYSIS}to=functions.write <|constrain|>json<|message|>{dump(a)}",
     "harmony, name first": lambda a: f" to=functions.write<|channel|>commentary json<|message|>{dump(a)}",
@@ -73,6 +74,9 @@ FORMS = {
     "gemma 4": lambda a: f"<|tool_call>call:write{gemma(a)}<tool_call|>",
     "python": python,
     "lfm": lambda a: f"<|tool_call_start|>{python(a)}<|tool_call_end|> I wait.",
+    "llama 4": lambda a: f"<|python_start|>[{python(a)}]<|python_end|>",
+    "olmo 3": lambda a: f"<function_calls>{python(a)}</function_calls>",
+    "gemma 3": lambda a: f"```tool_code\nprint({python(a)})\n```",
 }
 
 
