@@ -42,6 +42,7 @@ MAX_WORDS = 5
 _ASIAN = "\u3040-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"(?<![\\A-Za-z])[^\W\d_{_ASIAN}]{{2,}}|[{_ASIAN}]{{1,4}}")
 """A word. Chinese and Japanese have no spaces between words."""
+_TEXT = re.compile(r"[^\W\d_]{2,}(?: [^\W\d_]+)*")
 
 _UNREADABLE = (
     (re.compile(r"[{\[]\s*(['\"])\w+\1\s*:.*", re.S), "it is a record; name the field with the answer"),
@@ -148,7 +149,8 @@ class MathEnvironment(SingleTurnEnvironment):
             if found or len(words) > MAX_WORDS:
                 checks.append(GoldCheck("", (*found, "it is a sentence, not a final answer")[0]))
                 continue
-            parsed = read_expression(gold, self.verify_timeout_seconds)
+            is_text = _TEXT.fullmatch(normalized)  # of which math-verify reads the product of its letters
+            parsed = normalized if is_text else read_expression(gold, self.verify_timeout_seconds)
             checks.append(GoldCheck(parsed or gold, None if parsed or words else "math-verify cannot read it"))
         checks.append(GoldCheck("", "it is empty"))
         return next((check for check in checks if not check.problem), checks[0])

@@ -98,3 +98,9 @@ def test_a_gold_is_readable_if_a_right_answer_can_equal_it(gold, problem):
     environment = HendrycksMathEnvironment(dataset="own", verify_timeout_seconds=60.0)
     check = environment.check_gold(Sample("?", answer=gold))
     assert check.problem is None if problem is None else problem in check.problem
+
+
+@pytest.mark.parametrize(("gold", "read"), [("false", "false"), (r"\text{Yes}", "Yes"), ("2/4", "1/2")])
+def test_a_gold_that_is_a_word_is_shown_as_a_text(gold, read):
+    environment = HendrycksMathEnvironment(dataset="own", verify_timeout_seconds=60.0)
+    assert environment.check_gold(Sample("?", answer=gold)) == GoldCheck(read)
