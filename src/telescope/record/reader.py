@@ -66,7 +66,7 @@ class RunSummary:
     """`live`, `dead`, `finished`, `stopped`, `failed`, or `unknown` without a readable `run.json`."""
     started_at: float | None
     duration: float | None
-    """Seconds from the first start to the end, or to the last heartbeat."""
+    """Seconds from the first start to the end, or to the last heartbeat, without the time between attempts."""
     attempt: int
     steps: int
     num_steps: int | None
@@ -214,7 +214,9 @@ class Run:
             name=info.name if info else self.label,
             status=status,
             started_at=info.started_at if info else None,
-            duration=max(0.0, ended_at - info.started_at) if info and ended_at is not None else None,
+            duration=max(0.0, ended_at - info.started_at - info.paused_seconds)
+            if info and ended_at is not None
+            else None,
             attempt=info.attempt if info else 0,
             steps=len(pc.unique(steps["step"])),
             num_steps=info.num_steps if info else None,

@@ -28,7 +28,14 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.convert import Batch
-from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
+from telescope.record.files import (
+    ProcessIdentity,
+    RunFiles,
+    WriterLock,
+    overwrite_json,
+    read_heartbeat,
+    replace_json,
+)
 from telescope.record.pending import PendingRows, Row
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
@@ -97,6 +104,8 @@ class Recorder:
         self._reported_drops = 0
         self._writers: dict[str, TableWriter] = {}
         self._heartbeat_due = 0.0
+        self.earlier_heartbeat: float | None = (read_heartbeat(self.files.run_dir) or {}).get("time")
+        """Unix time at which an earlier process last wrote this run, or None."""
         self._logged_once: set[str] = set()
         self._keys_written: set[int] = set()
         """Hashes of the keys on disk of tables that are written `once`."""

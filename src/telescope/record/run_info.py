@@ -55,6 +55,8 @@ class RunInfo:
     """Configured number of training steps."""
     heldout_before: float | None = None
     """Held-out accuracy before training, once it is known. At the end, `summary.json` has it too."""
+    paused_seconds: float = 0.0
+    """Time between the attempts, when the run was not running."""
 
 
 def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
@@ -136,6 +138,10 @@ def begin_run(
     """
     now = time.time() if started_at is None else started_at
     earlier = _earlier(recorder.files.run_dir)
+    process = asdict(ProcessIdentity.current())
+    paused = earlier.paused_seconds if earlier else 0.0
+    if earlier and earlier.process != process:  # the same process restarts its trainer without a pause
+        paused += max(0.0, now - (earlier.ended_at or recorder.earlier_heartbeat or now))
     info = RunInfo(
         run_id=earlier.run_id if earlier else uuid.uuid4().hex[:12],
         name=name,
@@ -145,9 +151,10 @@ def begin_run(
         project=project,
         tags=list(tags),
         config_hash=config_hash,
-        process=asdict(ProcessIdentity.current()),
+        process=process,
         num_steps=num_steps,
         heldout_before=earlier.heldout_before if earlier else None,
+        paused_seconds=paused,
     )
     recorder.files.run_dir.mkdir(parents=True, exist_ok=True)
     write_run_json(recorder.files.run_dir, info)

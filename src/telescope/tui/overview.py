@@ -85,13 +85,12 @@ def draw(found: dict[str, Any], width: int, height: int | None = None) -> Render
 def _progress(progress: dict[str, Any], run: dict[str, Any], now: dict[str, Any]) -> RenderableType:
     words = STATUS_WORDS.get(run["status"], run["status"])
     phase = Text(single_line(now.get("phase")) or words, "green" if run["live"] else "bold")
-    duration = time.time() - run["started_at"] if run["live"] and run["started_at"] else run["duration"]
     left = f"  {clock(progress['seconds_left'])} left" if progress["seconds_left"] is not None else ""
     step, total = progress["step"], progress["num_steps"]
     bar = BarColumn(None, complete_style="cyan", finished_style="cyan")
     bars = Progress("{task.description}", bar, "{task.fields[rest]}", expand=True)
     count = f"{step} of {total} steps" if total else f"{step} steps"
-    bars.add_task(count, completed=step, total=total or 1, rest=f"{clock(duration)} in{left}")
+    bars.add_task(count, completed=step, total=total or 1, rest=f"{clock(run['duration'])} in{left}")
     done, of = now.get("eval_done") or 0, now.get("eval_total") or 0
     if done < of:
         bars.add_task("eval", completed=done, total=of, rest=f"{done} of {of} samples")

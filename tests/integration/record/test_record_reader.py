@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +13,11 @@ import pytest
 
 from telescope.errors import UserError
 from telescope.record.compact import compact
+from telescope.record.files import RunFiles
 from telescope.record.query import execute
 from telescope.record.reader import Run, find_runs, is_run, list_runs
 from telescope.record.recorder import Recorder
-from telescope.record.run_info import begin_run, end_run, next_attempt
+from telescope.record.run_info import RunInfo, begin_run, end_run, next_attempt
 from telescope.record.table_files import block_name
 
 
@@ -198,6 +200,18 @@ def test_a_query_of_all_columns_has_the_texts_of_samples(tmp_path, query):
         recorder.write("turns", {"sample_id": "a", "turn": 0, "role": "assistant", "text": "answered"})
     (row,) = Run(tmp_path).sql(query).to_dicts()
     assert (row["prompt_text"], row["completion_text"]) == ("asked", "answered")
+
+
+@pytest.mark.parametrize("ended_at", [150.0, None], ids=["ended", "killed"])
+def test_the_time_between_two_attempts_does_not_count_as_duration(tmp_path, ended_at):
+    other = asdict(RunInfo("a", "demo", "stopped" if ended_at else "running", 100.0, 1, ended_at))
+    RunFiles(tmp_path).run_json.write_text(json.dumps(other))
+    RunFiles(tmp_path).heartbeat.write_text('{"time": 150.0}')
+    with Recorder(tmp_path, attempt=2) as recorder:
+        for start in (1000.0, 1020.0):  # the second is a restart of lost ranks
+            info = begin_run(recorder, name="demo", config_hash="c", config_json="{}", started_at=start)
+        end_run(recorder, info, "finished", config_json="{}", ended_at=1030.0)
+    assert Run(tmp_path).summary().duration == 50.0 + 30.0
 
 
 @pytest.mark.parametrize("content", [b"", b'{"run_id": "a', None])
