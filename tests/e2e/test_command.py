@@ -90,6 +90,7 @@ def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printe
     assert f"has finished {last + 2} steps: nothing is left to do" in finished.log.read_text()
     steps = [(row["step"], row["attempt"]) for row in run.table("steps").to_pylist()]
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
+    assert all(row["step"] >= last for row in run.table("alerts").to_pylist() if row["attempt"] > 1)
     assert checkpoints.steps()[-1] == last + 2
     evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
     num_steps = run_printed_commands(output, tmp_path)
