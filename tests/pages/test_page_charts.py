@@ -72,6 +72,7 @@ def test_a_click_on_a_chart_and_a_key_lead_to_what_changed_there(visitor: Visit)
     found.click()
     page.wait_for_url(f"**/first/changes?*step={step}*metric=entropy*")
     expect(page.get_by_role("heading", level=1)).to_contain_text(f"at step {step}.")
+    expect(page.locator("figure .cross .tag")).to_have_text(step)
     page = visitor.open("first/metrics", {"metric": "reward/total/mean"})
     page.locator("figure .p").first.focus()
     for key in ("Home", "ArrowRight", "ArrowRight", "w"):

@@ -13,6 +13,7 @@ import { useKeys } from "../../shell/keys";
 import { type Column, Table } from "../../shell/Table";
 import { useKept, useResource } from "../../state/resource";
 import { useRunId, useRunInfo } from "../../state/run";
+import { useSelected } from "../../state/cursor";
 import { useSteps } from "../../state/steps";
 import { elsewhere, format, parseStep, setParams, useParam, usePlace } from "../../state/url";
 import { visible } from "../../text/hostile";
@@ -192,6 +193,7 @@ function Around({ metric, step, window }: { metric: string; step: number; window
   const { steps } = useSteps(run);
   const runs = useDrawnRuns(info, steps, "step");
   const lines = useMemo(() => (runs[0] ? linesOf(runs.slice(0, 1), metric, 0) : []), [runs, metric]);
+  useSelected("step", step);
   if (!runs[0] || lines.length === 0) return null;
   const zoom = { from: Math.max(0, step - SHOWN_WINDOWS * window), to: Math.min(steps!.step.at(-1)!, step + SHOWN_WINDOWS * window) };
   return (
