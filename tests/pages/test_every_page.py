@@ -103,6 +103,13 @@ def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
     assert max(frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")) <= PHONE["width"]
 
 
+def test_the_log_on_a_phone_scrolls_to_its_newest_line(browser: Browser, dashboard: DashboardProcess):
+    with visit(browser, dashboard.address, viewport=PHONE) as opened:
+        page = opened.open("first/logs")
+        assert page.evaluate("() => document.documentElement.scrollHeight") <= PHONE["height"]
+        assert page.locator(".ll").evaluate("(box) => box.scrollHeight - box.scrollTop - box.clientHeight") < 20
+
+
 def test_a_long_name_of_a_run_widens_no_page(browser: Browser, tmp_path: Path):
     name = "最適化_learning-rate=1e-6,model=Qwen3-0.6B_" + "x" * 80
     for folder in (name, "other"):
