@@ -63,7 +63,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       ["all equal", "--q", same],
     ];
     const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
-    const edges = stack(used.map(([, , values]) => smooth(values, keep)));
+    const edges = stack(used.map(([, , values]) => values));
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
     out.set("signal", {
