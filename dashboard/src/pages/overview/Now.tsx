@@ -83,5 +83,5 @@ export function serversOf(servers: Server[]): { text: string; bad: boolean } {
     const syncing = servers.filter((server) => server.doing.startsWith("receiving")).length;
     return { text: syncing > 0 ? `${syncing} of ${servers.length} receiving weights` : servers.length === 1 ? "1 serving" : `all ${servers.length} serving`, bad: false };
   }
-  return { text: `${servers.length - other.length} of ${servers.length} serving, ${first.name.replace("server ", "")} ${first.doing}`, bad: /down|failed|restart/.test(first.doing) };
+  return { text: `${servers.length - other.length} of ${servers.length} serving, ${servers.length > 1 ? `${first.name}: ` : ""}${first.doing}`, bad: /down|failed|restart/.test(first.doing) };
 }

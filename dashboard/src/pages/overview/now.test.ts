@@ -14,6 +14,6 @@ test("a server that takes weights serves as well", () => {
 });
 
 test("a server that is down is named", () => {
-  expect(serversOf(servers("serving", "down: no answer for 10 s"))).toEqual({ text: "1 of 2 serving, 1 down: no answer for 10 s", bad: true });
+  expect(serversOf(servers("serving", "down: no answer for 10 s"))).toEqual({ text: "1 of 2 serving, server 1: down: no answer for 10 s", bad: true });
   expect(serversOf(servers("starting vLLM: loading (3 s)"))).toMatchObject({ bad: false });
 });
