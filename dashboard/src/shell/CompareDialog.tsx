@@ -32,7 +32,7 @@ export function CompareDialog({ close }: { close: () => void }) {
                 <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => setOthers(toggled(others, run.id))} />
                 <i className="dot" style={at >= 0 ? { background: `var(${colors.of(run.id)})` } : undefined} />
                 <span className="cut">
-                  {visible(run.name)} <span className="f">{run.id}</span>
+                  {visible(run.name)} {run.id !== run.name && <span className="f">{run.id}</span>}
                 </span>
                 <span className="f">{statusWord(run.status)}</span>
                 <span className="f">{moment(run.started_at)}</span>
