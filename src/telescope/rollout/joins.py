@@ -102,8 +102,8 @@ class Joins:
         self._by_ids: defaultdict[str, list[tuple[list[int], int]]] = defaultdict(list)
         """By chat, the token ids of prompt and completion of each call made with token ids, and its turn."""
 
-    def prompt(self, call: Call) -> Prompt:
-        """Returns the prompt of a call. Raises what the chat template raises."""
+    def prompt(self, call: Call, *, records: bool = True) -> Prompt:
+        """Returns the prompt of a call, and records it. Raises what the chat template raises."""
         if call.token_ids is not None:
             return self._prompt_of_ids(call.chat, list(call.token_ids))
         if not call.messages:
@@ -125,9 +125,10 @@ class Joins:
             cause = TOOLS
         if parent is None:
             cause = call.cause or cause
-        for message in path[matched:]:
-            node = node.children.setdefault(message, _Node())
-        node.was_prompt = True
+        if records:
+            for message in path[matched:]:
+                node = node.children.setdefault(message, _Node())
+            node.was_prompt = True
         new = messages[depth:]
         if parent is None:
             dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
@@ -140,14 +141,14 @@ class Joins:
         cause, ids = cause or added.divergence, added.token_ids
         if added.restarts:
             return Prompt(ids, ids, None, cause, messages, messages, dialogue, node)
-        before.dialogue.keep_in(dialogue)
+        if records:
+            before.dialogue.keep_in(dialogue)
         whole = [*parent.all_token_ids(), *ids]
         return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node, parent)
 
     def count(self, call: Call) -> int:
-        """Returns the number of tokens of a call's messages, rendered from the start. Records nothing."""
-        dialogue = Dialogue(self._renderer, tools=[dict(tool) for tool in call.tools] or None)
-        return len(dialogue.begin(self._messages(call)))
+        """Returns the number of tokens of the prompt of a call. Records nothing."""
+        return len(self.prompt(call, records=False).token_ids)
 
     def _messages(self, call: Call) -> list[ChatMessage]:
         """Returns the messages for the template. If it shows no later system messages, they become the user's."""

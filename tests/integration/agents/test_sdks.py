@@ -53,10 +53,11 @@ class Messages(Agent):
         tool = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
         messages: list[Any] = [QUESTION]
         while True:
-            async with context.anthropic().messages.stream(
-                model="policy", max_tokens=200, messages=messages, tools=[tool]
-            ) as stream:
+            request = {"model": "policy", "messages": messages, "tools": [tool]}
+            counted = await context.anthropic().messages.count_tokens(**request)
+            async with context.anthropic().messages.stream(max_tokens=200, **request) as stream:
                 message = await stream.get_final_message()
+            assert message.usage.input_tokens == counted.input_tokens
             messages.append({"role": "assistant", "content": message.content})
             calls = [block for block in message.content if block.type == "tool_use"]
             if not calls:
