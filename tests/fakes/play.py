@@ -130,6 +130,10 @@ class Player:
         await self.begin(name, key, index)
         return await self.respond(name, token_ids, (), stop_reason, for_eval=for_eval)
 
+    def said(self, name: str) -> list[str]:
+        """Returns the recorded answers of a rollout."""
+        return [turn.text for turn in self._rollouts[name].trajectory.turns]
+
     def cancel(self, name: str) -> None:
         """Cancels a rollout, which ends with the request that it has in the engine."""
         if self._rollouts[name].cancel():

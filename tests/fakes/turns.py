@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from telescope.environments.types import Advance, RewardRecord
-from telescope.inference.base import Generation
 from telescope.rollout.sample import Rollout
+from telescope.rollout.trajectory import Turn
 from telescope.rollout.turns import take_turns
 
 
@@ -34,13 +34,13 @@ class _Scripted:
         first: list[int] = await self._environments.begin(self._name, self._task.environment_key, self._task.item_index)
         return first
 
-    async def respond(self, generation: Generation) -> Advance:
-        ids, for_eval = generation.token_ids_N, self._rollout.settings.for_eval
+    async def respond(self, turn: Turn) -> Advance:
+        ids, for_eval = turn.generation.token_ids_N, self._rollout.settings.for_eval
         name: tuple[Any, ...] = (self._name,)
         respond = self._environments.respond if self.has_state else self._environments.advance
         if not self.has_state:
             name = self._task.environment_key, self._task.item_index
-        reply: Advance = await respond(*name, ids, generation.finish_reason, for_eval=for_eval)
+        reply: Advance = await respond(*name, ids, turn.generation.finish_reason, for_eval=for_eval)
         return reply
 
     async def end(self) -> None:

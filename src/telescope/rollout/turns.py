@@ -22,10 +22,10 @@ from telescope.environments.serialization import MalformedResultError, serialize
 from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advance, RewardRecord
 from telescope.environments.user_code import Steps, error_text, settled
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.inference.base import Generation
 from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Dialogue
 from telescope.rollout.sample import Rollout
+from telescope.rollout.trajectory import Turn
 from telescope.rollout.user_thread import UserThread
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,11 @@ class Conversation(Protocol):
     async def begin(self) -> list[int]:
         """Returns the token ids of the first prompt."""
 
-    async def respond(self, generation: Generation) -> Advance:
-        """Passes a completion to the environment. Returns its replies, or the score."""
+    async def respond(self, turn: Turn) -> Advance:
+        """Passes a completion to the environment. Returns its replies, or the score.
+
+        Sets the turn's text first, so that it is recorded even if the environment fails.
+        """
 
     async def end(self) -> None:
         """Drops the state. Called once."""
@@ -74,7 +77,7 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
                 divergence=None if reply is None else reply.divergence,
             )  # fmt: skip
             turn = trajectory.turns[index]
-            reply = await _reply(rollout, conversation, turn.generation)
+            reply = await _reply(rollout, conversation, turn)
             turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.reward is not None:
                 trajectory.end_reason = reply.end_reason
@@ -90,10 +93,10 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
         await conversation.end()
 
 
-async def _reply(rollout: Rollout, conversation: Conversation, generation: Generation) -> Advance:
+async def _reply(rollout: Rollout, conversation: Conversation, turn: Turn) -> Advance:
     while True:
         try:
-            return await conversation.respond(generation)
+            return await conversation.respond(turn)
         except InfrastructureError:
             if conversation.has_state or not rollout.may_retry():
                 raise
@@ -110,19 +113,19 @@ class SingleTurn:
     async def begin(self) -> list[int]:
         return self._rollout.task.prompt_token_ids
 
-    async def respond(self, generation: Generation) -> Advance:
+    async def respond(self, turn: Turn) -> Advance:
         method = "compute_eval_metrics" if self._rollout.settings.for_eval else "compute_reward"
-        return await self._thread.run(self._score(method, generation), f"{self._rollout.label}: {method}")
+        return await self._thread.run(self._score(method, turn), f"{self._rollout.label}: {method}")
 
     async def end(self) -> None:
         return None
 
-    def _score(self, method: str, generation: Generation) -> Steps[Advance]:
+    def _score(self, method: str, turn: Turn) -> Steps[Advance]:
         """Decodes the completion and has the environment score it."""
-        environment, renderer = self._loaded.environment, self._loaded.renderer
+        generation, environment, renderer = turn.generation, self._loaded.environment, self._loaded.renderer
         assert renderer is not None
         cut = generation.finish_reason == "stop" and not environment.keeps_eos_token
-        text = renderer.decode(generation.token_ids_N.tolist(), cut_end_token=cut)
+        turn.text = text = renderer.decode(generation.token_ids_N.tolist(), cut_end_token=cut)
         end_of_prompt = self._rollout.task.prompt_token_ids[-TAG_TOKENS:]
         opened = opening_tag(renderer.decode(end_of_prompt, cut_end_token=False))
         completion = answer_text(text, opened)
@@ -157,8 +160,8 @@ class MultiTurn:
     async def begin(self) -> list[int]:
         return await self._thread.run(self._begin(), f"{self._label}: begin")
 
-    async def respond(self, generation: Generation) -> Advance:
-        return await self._thread.run(self._respond(generation), f"{self._label}: respond")
+    async def respond(self, turn: Turn) -> Advance:
+        return await self._thread.run(self._respond(turn), f"{self._label}: respond")
 
     async def end(self) -> None:
         try:  # in a task of its own, so that a cancelled rollout ends as well
@@ -186,18 +189,19 @@ class MultiTurn:
             raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
         self._state = state
 
-    def _respond(self, generation: Generation) -> Steps[Advance]:
+    def _respond(self, turn: Turn) -> Steps[Advance]:
         assert self._state is not None
         try:
-            return (yield from self._turn(self._state, generation))
+            return (yield from self._turn(self._state, turn))
         except Exception as error:
             self._state.error, self._state.stop_reason = error_text(error), ROLLOUT_ERROR
             raise
 
-    def _turn(self, state: RolloutState, generation: Generation) -> Steps[Advance]:
-        dialogue, ids = self._dialogue, generation.token_ids_N.tolist()
+    def _turn(self, state: RolloutState, turn: Turn) -> Steps[Advance]:
+        dialogue, generation = self._dialogue, turn.generation
+        ids = generation.token_ids_N.tolist()
         ended = generation.finish_reason == "stop"
-        text = self._renderer.decode(ids, cut_end_token=ended and not self._environment.keeps_eos_token)
+        turn.text = text = self._renderer.decode(ids, cut_end_token=ended and not self._environment.keeps_eos_token)
         said = [assistant_message(answer_text(dialogue.opening + text, dialogue.opened))]
         logprobs = generation.logprobs_N.tolist()
         state.trajectory.append(TrajectoryStep(self._prompt, said, self._prompt_ids, ids, logprobs, not ended))

@@ -38,11 +38,12 @@ async def eventually(condition, seconds=10.0):
         ("say_a_lot", r"the environment's result has \d+ bytes; the limit is"),
     ],
 )
-async def test_a_failing_reward_fails_its_sample_alone(load, encode, deed, words):
+async def test_a_failing_reward_fails_its_sample_alone_and_the_answer_is_recorded(load, encode, deed, words):
     pool = await load("hostile")
     before = await do(pool, encode, FINE)
     with pytest.raises(EnvironmentFailure, match=words):
         await do(pool, encode, deed, index=9)
+    assert pool.said("single 1") == [deed]
     assert (await do(pool, encode, FINE)).sample_metrics == before.sample_metrics
     assert not pool.is_stuck
 

@@ -114,11 +114,12 @@ async def test_a_rewritten_history_restarts_every_turn(load, encode):
         ("wait 3600", EnvironmentFailure, "did not end within 1 seconds"),
     ],
 )
-async def test_a_rollout_that_fails_is_over_with_the_reason(load, encode, deed, error, words):
+async def test_a_rollout_that_fails_is_over_with_the_reason_and_the_answer(load, encode, deed, error, words):
     pool = await load("talk", timeout_seconds=1.0)
     await pool.begin("r", "talk", 7)
     with pytest.raises(error, match=words):
         await say(pool, encode, "r", deed)
+    assert pool.said("r") == [deed]
     await pool.begin("again", "talk", 7)
     assert (await say(pool, encode, "again", "enough")).done
 

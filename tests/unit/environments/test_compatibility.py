@@ -17,6 +17,7 @@ from telescope.environments.local_rollout import Answer, roll_out_item, take_tur
 from telescope.environments.registry import get_environment, make_environment
 from telescope.errors import EnvironmentFailure, UserError
 from telescope.evals import get_eval
+from telescope.rollout.trajectory import Turn
 from telescope.rollout.turns import MultiTurn
 from telescope.rollout.user_thread import UserThread
 
@@ -181,7 +182,7 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
         conversation = MultiTurn(rollout, loaded, UserThread(5.0))
         await conversation.begin()
         with pytest.raises(EnvironmentFailure, match="no luck"):
-            await conversation.respond(generation([]))
+            await conversation.respond(Turn([], generation([])))
         await conversation.end()
 
     asyncio.run(run())
