@@ -64,7 +64,8 @@ class Totals:
     num_completion_tokens: int
     """Sampled tokens in all turns."""
     num_environment_tokens: int
-    """Tokens that the environment added between turns. A restarted conversation adds its new tokens."""
+    """Tokens that the environment added after the first prompt: replies, prompts of other chats, and of a conversation
+    that begins again the tokens beyond the earlier one's."""
     longest_answer: int
     """Tokens of the longest completion."""
     finish_reason: str
@@ -160,14 +161,17 @@ class Trajectory:
         self.folded, self.parts, self.turns = self._totals(), self.sequences() if self.turns else [], []
 
     def _totals(self) -> Totals:
-        environment, before = 0, 0
+        environment = 0
         lengths: list[int] = []
+        ends: dict[str, int] = {}
+        """Length of the newest conversation of each chat, whose tokens a prompt that is rendered again repeats."""
         sampled = [len(turn.generation.token_ids_N) for turn in self.turns]
         for index, turn in enumerate(self.turns):
             added = len(turn.added_token_ids)
-            environment += max(added - before if turn.parent is None else added, 0) if index else 0
-            before = (0 if turn.parent is None else lengths[turn.parent]) + added + sampled[index]
-            lengths.append(before)
+            repeated = ends.get(turn.chat, 0) if turn.parent is None else 0
+            environment += max(added - repeated, 0) if index else 0
+            lengths.append((0 if turn.parent is None else lengths[turn.parent]) + added + sampled[index])
+            ends[turn.chat] = lengths[-1]
         answers = self.answers
         versions = [span[0] for turn in answers if turn.trained for span in turn.generation.version_spans]
         return Totals(

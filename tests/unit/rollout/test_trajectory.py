@@ -59,6 +59,16 @@ def test_prompt_tokens_are_those_of_the_first_prompt():
     assert trajectory([]).totals.num_prompt_tokens == 0
 
 
+def test_a_prompt_of_another_chat_is_new_and_a_conversation_that_begins_again_is_not():
+    sample = trajectory([([1, 2, 3], [4])])
+    sample.turns += [
+        Turn([1, 2], generation([5, 6]), chat="scout"),
+        Turn([1, 2, 3, 4, 7], generation([8])),
+        Turn([1, 2, 5, 6, 9, 9], generation([8]), chat="scout"),
+    ]
+    assert sample.totals.num_environment_tokens == 2 + 1 + 2
+
+
 def test_the_stop_reason_is_that_of_the_last_turn():
     sample = trajectory([([1], [2])])
     sample.turns.append(Turn([3], generation([4], finish_reason="length"), parent=0))
