@@ -123,7 +123,8 @@ def _tree(trial: Trial) -> Tree:
     for number, turn in enumerate(sample.turns):
         line = Text(f"call {number + 1}{f' ({turn.chat})' if turn.chat else ''}: ")
         line.append(f"fork, {turn.divergence}: " if turn.divergence else "", style="yellow")
-        line.append(f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}, ")
+        cut = " (cut off)" if turn.generation.finish_reason == "length" else ""
+        line.append(f"+{len(turn.added_token_ids)} tokens, sampled {len(turn.generation.token_ids_N)}{cut}, ")
         line.append(f"{turn.ended_at - turn.started_at:.2f} s: {turn.text[:SHOWN_CHARACTERS]!r}")
         at = top if turn.parent is None else trees[turn.parent][followed.get(turn.parent, False)]
         followed[turn.parent] = turn.parent is not None

@@ -276,3 +276,12 @@ def test_a_prompt_that_cannot_be_rendered_ends_the_check_with_its_item(capsys, t
     )
     code, _, error = check(capsys, "own", *write(tmp_path, source))
     assert (code, "telescope: environment 'own', item 1: preparing the prompt failed" in error) == (2, True)
+
+
+def test_an_answer_that_a_call_cuts_off_is_marked(capsys, tmp_path):
+    cuts = f"""{BODY}
+    async def rollout(self, sample, context):
+        await context.generate([dict(role="user", content="Go.")], sampling=dict(max_tokens=3))
+        return RewardResult(0.0)
+"""
+    assert "sampled 3 (cut off), " in check(capsys, "own", *write(tmp_path, cuts))[1]
