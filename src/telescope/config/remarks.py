@@ -81,6 +81,12 @@ def remarks(config: TelescopeConfig) -> list[str]:
                 f"steps: it never runs during training, but eval_num_servers reserves {config.num_eval_servers} of "
                 f"{config.num_inference_servers} servers. Lower eval_every, or set eval_num_servers to 0."
             )
+        chosen = "eval_num_servers" in config.user_set and "eval_every" in entry.model_fields_set
+        if chosen and not config.num_eval_servers:
+            found.append(
+                f"evals: eval_every of {entry.name!r} has no effect, because eval_num_servers is 0, so that evals run "
+                "before and after training only. Raise eval_num_servers, or remove eval_every."
+            )
         if entry.pass_k and (config.temperature if entry.temperature is None else entry.temperature) == 0:
             found.append(
                 f"evals: {entry.name!r} has pass_k and temperature 0: all samples of an item are the same greedy "

@@ -266,6 +266,9 @@ def test_a_server_reserved_for_an_eval_that_never_runs_is_named_though_the_inter
     assert "eval_every of 'math500' is 10, and the run has 5 steps" in remark
     assert "eval_num_servers reserves 1 of 2 servers" in remark
     assert remarks(build({**reserved, "eval_num_servers": 0})) == []
+    every = {**reserved, "evals": [{"name": "math500", "eval_every": 2}], "eval_num_servers": 0}
+    (remark,) = remarks(build(every))
+    assert remark.startswith("evals: eval_every of 'math500' has no effect, because eval_num_servers is 0")
     assert remarks(build({**reserved, "number_of_steps": 10})) == []
 
 
