@@ -59,8 +59,8 @@ class Nodes:
         return f"10.77.0.{index + 1}"
 
     def within(self, index: int) -> list[str]:
-        """The words before a command that runs on a node."""
-        return ["ip", "netns", "exec", self._names[index]]
+        """The words before a command that runs on a node. Ranks of other tests in this process chose loopback."""
+        return ["ip", "netns", "exec", self._names[index], "env", "-u", "GLOO_SOCKET_IFNAME"]
 
     def start(self, index: int) -> None:
         """Starts a node, also one that was lost, and waits for Ray."""

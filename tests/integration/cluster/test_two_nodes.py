@@ -163,17 +163,17 @@ async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(two_nodes):
 @pytest.mark.parametrize(("fields", "words"), [
     (
         {"ray_trainer_placement_strategy": "STRICT_SPREAD", "trainer_num_workers": 3},
-        ['ray_trainer_placement_strategy is "STRICT_SPREAD"', "all 3 trainer bundles", "2 nodes", '"SPREAD"'],
+        ["3 trainer bundles", 'ray_trainer_placement_strategy "STRICT_SPREAD"', "2 nodes", 'to "SPREAD"'],
     ),
     (
         {"ray_inference_placement_strategy": "STRICT_PACK", "inference_num_workers": 5},
-        ['ray_inference_placement_strategy is "STRICT_PACK"', "2 nodes of 4 cores and 4 GPUs", '"PACK"'],
+        ['ray_inference_placement_strategy "STRICT_PACK"', "2 nodes of 4 cores and 4 GPUs", 'to "PACK"'],
     ),
     ({"inference_num_workers": 8}, ["inference_num_workers is 8", "needs 10 GPUs", "cluster has 8", "to 6"]),
     ({"ray_trainer_cpus_per_worker": 4.5}, ["ray_trainer_cpus_per_worker", "needs 9.2 CPU cores", "has 8"]),
     (
         {"inference_num_workers": 6, "inference_tensor_parallel_size": 6},
-        ["inference_tensor_parallel_size is 6", "largest node has 4 GPUs", "Lower"],
+        ["each of 6 GPUs", "2 nodes of 4 cores and 4 GPUs", "lower inference_tensor_parallel_size, which is 6"],
     ),
 ])  # fmt: skip
 async def test_a_placement_that_can_never_fit_is_refused_before_ray_is_called(two_nodes, fields, words):
