@@ -69,17 +69,14 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not (found := upward_imports(SOURCE)), "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from telescope.evals.base import eval_spec",
-        "import telescope.evals",
-        "from telescope import evals",
-        "from ..evals import base",
-        "def late():\n    from telescope.evals import base",
-        "if TYPE_CHECKING:\n    from telescope.evals import base",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "from telescope.evals.base import eval_spec",
+    "import telescope.evals",
+    "from telescope import evals",
+    "from ..evals import base",
+    "def late():\n    from telescope.evals import base",
+    "if TYPE_CHECKING:\n    from telescope.evals import base",
+])  # fmt: skip
 def test_an_upward_import_is_found_wherever_it_stands(statement: str, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "loader.py").write_text(f"from telescope.utils import text\n{statement}\n")

@@ -102,16 +102,13 @@ def test_an_answer_cannot_control_the_terminal(conversation, capsys, monkeypatch
     assert capsys.readouterr().out.startswith("a[31m bü ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["/nowhere/model"], "/nowhere/model does not exist"),
-        (["{folder}"], "has no complete checkpoint and no model"),
-        (["{folder}", "--temperature", "3"], "--temperature: it is 3; set it to a number from 0 to 2"),
-        ([], "required: path"),
-        (["{folder}/model", "--step", "3"], "model is one model, not a run with checkpoints. Leave --step out"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (["/nowhere/model"], "/nowhere/model does not exist"),
+    (["{folder}"], "has no complete checkpoint and no model"),
+    (["{folder}", "--temperature", "3"], "--temperature: it is 3; set it to a number from 0 to 2"),
+    ([], "required: path"),
+    (["{folder}/model", "--step", "3"], "model is one model, not a run with checkpoints. Leave --step out"),
+])  # fmt: skip
 def test_bad_input_starts_nothing(tmp_path, capsys, arguments, reason):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

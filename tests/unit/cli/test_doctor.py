@@ -31,13 +31,10 @@ def test_every_check_returns_a_result_and_a_fix_unless_ok(monkeypatch: pytest.Mo
         assert (check.fix is None) == (check.status == "ok")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--nodes 2", "--address 10.0.0.9:6379", "--wait-seconds 5", "--run-dir /shared", "--image alpine",
-        "--sandbox local --nodes 2",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("argv", [
+    "--nodes 2", "--address 10.0.0.9:6379", "--wait-seconds 5", "--run-dir /shared", "--image alpine",
+    "--sandbox local --nodes 2",
+])  # fmt: skip
 def test_an_option_of_another_mode_is_refused(argv: str, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", *argv.split()]) == 2
     assert "is an option of `telescope doctor --" in capsys.readouterr().err
@@ -59,30 +56,24 @@ def test_the_exit_code_shows_whether_training_can_run(
     assert ("do this" in table) == (fix is not None)
 
 
-@pytest.mark.parametrize(
-    ("answer", "gpus", "status"),
-    [
-        (CPU_TORCH, [], "ok"),
-        (CPU_TORCH, GPUS, "note"),
-        (CUDA_TORCH, GPUS, "ok"),
-        (CUDA_TORCH | {"gpus": 0}, GPUS, "bad"),
-        (CPU_TORCH | {"gloo": False}, [], "bad"),
-        ({"error": "import torch fails: ImportError: libcudart"}, [], "bad"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gpus", "status"), [
+    (CPU_TORCH, [], "ok"),
+    (CPU_TORCH, GPUS, "note"),
+    (CUDA_TORCH, GPUS, "ok"),
+    (CUDA_TORCH | {"gpus": 0}, GPUS, "bad"),
+    (CPU_TORCH | {"gloo": False}, [], "bad"),
+    ({"error": "import torch fails: ImportError: libcudart"}, [], "bad"),
+])  # fmt: skip
 def test_torch_has_to_fit_the_devices(answer: dict[str, object], gpus: list[str], status: str):
     check = doctor.check_torch(answer, gpus)
     assert check.status == status
     assert str(answer.get("error", "")) in check.found
 
 
-@pytest.mark.parametrize(
-    ("version", "cpu", "gpus", "status"),
-    [
-        ("0.32.0", True, [], "ok"), ("0.32.0", True, GPUS, "note"), ("0.26.0", False, GPUS, "ok"),
-        ("0.26.0", False, [], "bad"), ("0.9.1", True, [], "bad"), (None, True, [], "bad"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("version", "cpu", "gpus", "status"), [
+    ("0.32.0", True, [], "ok"), ("0.32.0", True, GPUS, "note"), ("0.26.0", False, GPUS, "ok"),
+    ("0.26.0", False, [], "bad"), ("0.9.1", True, [], "bad"), (None, True, [], "bad"),
+])  # fmt: skip
 def test_vllm_has_to_be_a_supported_version_for_the_device(
     monkeypatch: pytest.MonkeyPatch, version: str | None, cpu: bool, gpus: list[str], status: str
 ):

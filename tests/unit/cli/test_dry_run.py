@@ -25,30 +25,24 @@ def test_the_servers_for_evals_are_marked(dry_run):
     assert "inference server 0, for evals" not in printed
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, [True]),
-        ({"run_dir": "/proc/x"}, [False]),
-        ({"device": "cuda", "gpu": 80}, [False]),
-        ({"model": "/nowhere"}, [False]),
-        ({"environments": "[{name: countdwn}]"}, []),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, [True]),
+    ({"run_dir": "/proc/x"}, [False]),
+    ({"device": "cuda", "gpu": 80}, [False]),
+    ({"model": "/nowhere"}, [False]),
+    ({"environments": "[{name: countdwn}]"}, []),
+])  # fmt: skip
 def test_environments_are_tried_if_they_are_found(dry_run, tried, changes, expected):
     dry_run(**HERE | changes)
     assert tried == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "problems"),
-    [
-        ({}, 1),
-        ({"run_dir": "/proc/x"}, 2),
-        ({"run_dir": "/proc/x", "model": "/nowhere"}, 3),
-        ({"run_dir": "/proc/x", "model": "/nowhere", "ray_trainer_cpus_per_worker": 8, "alert_command": "nothing"}, 5),
-    ],
-)
+@pytest.mark.parametrize(("changes", "problems"), [
+    ({}, 1),
+    ({"run_dir": "/proc/x"}, 2),
+    ({"run_dir": "/proc/x", "model": "/nowhere"}, 3),
+    ({"run_dir": "/proc/x", "model": "/nowhere", "ray_trainer_cpus_per_worker": 8, "alert_command": "nothing"}, 5),
+])  # fmt: skip
 def test_problems_of_data_model_and_machine_are_reported_together(dry_run, changes, problems):
     printed, error = dry_run(**HERE | changes, broken="The dataset is empty\nat line 3")
     assert len(ConfigError(error).problems) == problems
@@ -69,23 +63,20 @@ def test_a_dry_run_shows_what_differs_from_the_defaults(dry_run):
 CORES = "ray_inference_cpus_per_worker 4 -> {0}, ray_trainer_cpus_per_worker 4 -> {0}."
 
 
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "settings", "adjusted"),
-    [
-        (2.0, 0, {}, CORES.format(0.5)),
-        (1.0, 0, {"device": "cpu"}, CORES.format(0.2)),
-        (6.0, 0, {}, CORES.format(1)),
-        (16.0, 0, {}, None),
-        (2.0, 0, {"inference_num_workers": 1}, CORES.format(0.5)),
-        (2.0, 0, {"ray_trainer_cpus_per_worker": 0.9}, "ray_inference_cpus_per_worker 4 -> 0.1."),
-        (8.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1."),
-        (64.0, 3, {}, "inference_num_workers 2 -> 1."),
-        (64.0, 3, {"inference_num_workers": 2}, "trainer_num_workers 2 -> 1."),
-        (4.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, " + CORES.format(2)),
-        (8.0, 1, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, share_gpus false -> true."),
-        (64.0, 2, {"share_gpus": "true", "inference_num_workers": 2}, None),
-    ],
-)
+@pytest.mark.parametrize(("cpus", "gpus", "settings", "adjusted"), [
+    (2.0, 0, {}, CORES.format(0.5)),
+    (1.0, 0, {"device": "cpu"}, CORES.format(0.2)),
+    (6.0, 0, {}, CORES.format(1)),
+    (16.0, 0, {}, None),
+    (2.0, 0, {"inference_num_workers": 1}, CORES.format(0.5)),
+    (2.0, 0, {"ray_trainer_cpus_per_worker": 0.9}, "ray_inference_cpus_per_worker 4 -> 0.1."),
+    (8.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1."),
+    (64.0, 3, {}, "inference_num_workers 2 -> 1."),
+    (64.0, 3, {"inference_num_workers": 2}, "trainer_num_workers 2 -> 1."),
+    (4.0, 2, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, " + CORES.format(2)),
+    (8.0, 1, {}, "inference_num_workers 2 -> 1, trainer_num_workers 2 -> 1, share_gpus false -> true."),
+    (64.0, 2, {"share_gpus": "true", "inference_num_workers": 2}, None),
+])  # fmt: skip
 def test_defaults_that_do_not_fit_the_machine_are_adjusted_in_one_line(
     dry_run, monkeypatch, cpus, gpus, settings, adjusted
 ):
@@ -97,13 +88,10 @@ def test_defaults_that_do_not_fit_the_machine_are_adjusted_in_one_line(
     assert "assumed" not in printed
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ray_inference_cpus_per_worker": 4}, "ray_inference_cpus_per_worker 4"),
-        ({"ray_trainer_cpus_per_worker": 3, "ray_inference_cpus_per_worker": 0.1}, "ray_trainer_cpus_per_worker 3"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"ray_inference_cpus_per_worker": 4}, "ray_inference_cpus_per_worker 4"),
+    ({"ray_trainer_cpus_per_worker": 3, "ray_inference_cpus_per_worker": 0.1}, "ray_trainer_cpus_per_worker 3"),
+])  # fmt: skip
 def test_a_typed_value_that_does_not_fit_the_machine_is_kept_and_refused(dry_run, settings, message):
     printed, error = dry_run(device="cpu", ray_address="local", use_wandb=False, **settings)
     assert message in error

@@ -119,16 +119,13 @@ def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dr
     assert UNKNOWN not in dry_run(**HERE)[0]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "settings", "shown", "refused"),
-    [
-        (80, {}, "KV cache holds", False),
-        (24, {}, DOES_NOT_FIT, False),
-        (19, {"max_model_len": 8192, "max_tokens": 4096, "weight_transfer": "background"}, "saves", False),
-        (141, ONE_GPU, "second copy for weight syncs", False),
-        (80, ONE_GPU, "share_gpus leaves it 47.0 of a GPU's 80.0 GiB", True),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "settings", "shown", "refused"), [
+    (80, {}, "KV cache holds", False),
+    (24, {}, DOES_NOT_FIT, False),
+    (19, {"max_model_len": 8192, "max_tokens": 4096, "weight_transfer": "background"}, "saves", False),
+    (141, ONE_GPU, "second copy for weight syncs", False),
+    (80, ONE_GPU, "share_gpus leaves it 47.0 of a GPU's 80.0 GiB", True),
+])  # fmt: skip
 def test_the_verdict_applies_to_a_machine_with_the_assumed_gpus(
     dry_run, monkeypatch, tmp_path, gpu, settings, shown, refused
 ):

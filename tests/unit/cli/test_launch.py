@@ -88,17 +88,14 @@ def test_a_skypilot_job_is_one_task_for_all_nodes(render, tmp_path, monkeypatch)
     assert task["volumes"] == {"/shared": "runs"}
 
 
-@pytest.mark.parametrize(
-    ("files", "is_live", "command", "is_moved"),
-    [
-        ([], False, "--config", False),
-        (["notes.txt"], False, "--config", False),
-        (["run.json"], False, "--config", True),
-        (["run.json", "tables/.writer.lock"], False, "--config", True),
-        (["run.json"], True, "--config", False),
-        (["run.json", "checkpoints/step_50/meta.json"], False, "--resume", False),
-    ],
-)
+@pytest.mark.parametrize(("files", "is_live", "command", "is_moved"), [
+    ([], False, "--config", False),
+    (["notes.txt"], False, "--config", False),
+    (["run.json"], False, "--config", True),
+    (["run.json", "tables/.writer.lock"], False, "--config", True),
+    (["run.json"], True, "--config", False),
+    (["run.json", "checkpoints/step_50/meta.json"], False, "--resume", False),
+])  # fmt: skip
 def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_that_ended_aside(
     files, is_live, command, is_moved, tmp_path
 ):
@@ -122,16 +119,13 @@ def test_a_job_resumes_a_run_with_a_checkpoint_and_moves_another_run_that_ended_
     assert len(list(tmp_path.glob("a run.*"))) == is_moved
 
 
-@pytest.mark.parametrize(
-    ("flags", "gpus"),
-    [
-        (["--nodes", "4"], 4),  # 14 ranks and 2 servers
-        (["--nodes", "3"], 6),
-        (["--nodes", "8", "--inference_tensor_parallel_size", "2"], 2),
-        (["--nodes", "16", "--inference_tensor_parallel_size", "2"], 2),
-        (["--nodes", "4", "--ray_trainer_placement_strategy", "STRICT_PACK"], 14),
-    ],
-)
+@pytest.mark.parametrize(("flags", "gpus"), [
+    (["--nodes", "4"], 4),  # 14 ranks and 2 servers
+    (["--nodes", "3"], 6),
+    (["--nodes", "8", "--inference_tensor_parallel_size", "2"], 2),
+    (["--nodes", "16", "--inference_tensor_parallel_size", "2"], 2),
+    (["--nodes", "4", "--ray_trainer_placement_strategy", "STRICT_PACK"], 14),
+])  # fmt: skip
 def test_more_nodes_have_no_more_gpus_than_the_run_needs(render, flags, gpus):
     assert f"--gpus-per-node={gpus}\n" in render("slurm", *flags)
 
@@ -181,18 +175,15 @@ def test_what_a_job_could_not_run_with_is_refused(render):
         launch.render(parse(["slurm", *wordle, "r"]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--inference_tensor_parallel_size=4"], "--nodes=3 --ntasks-per-node=1 --cpus-per-task=28 --gpus-per-node=8"),
-        # A server of four GPUs has four times as many cores as a mean GPU of the run.
-        (
-            ["--inference_tensor_parallel_size=4", "--ray_inference_cpus_per_worker=12", "--trainer_num_workers=12"],
-            "--nodes=2 --ntasks-per-node=1 --cpus-per-task=68 --gpus-per-node=8",
-        ),
-        (["--nodes=4", "--gpus-per-node=4"], "--nodes=4 --ntasks-per-node=1 --cpus-per-task=20 --gpus-per-node=4"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--inference_tensor_parallel_size=4"], "--nodes=3 --ntasks-per-node=1 --cpus-per-task=28 --gpus-per-node=8"),
+    # A server of four GPUs has four times as many cores as a mean GPU of the run.
+    (
+        ["--inference_tensor_parallel_size=4", "--ray_inference_cpus_per_worker=12", "--trainer_num_workers=12"],
+        "--nodes=2 --ntasks-per-node=1 --cpus-per-task=68 --gpus-per-node=8",
+    ),
+    (["--nodes=4", "--gpus-per-node=4"], "--nodes=4 --ntasks-per-node=1 --cpus-per-task=20 --gpus-per-node=4"),
+])  # fmt: skip
 def test_a_job_asks_for_nodes_on_which_the_run_fits(render, flags, expected):
     assert f"\n#SBATCH {expected}\n" in render("slurm", *flags)
 

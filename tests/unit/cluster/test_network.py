@@ -7,14 +7,7 @@ import pytest
 
 from telescope.cluster import placement as network_module
 from telescope.cluster.inference_group import bind_host
-from telescope.cluster.placement import (
-    Network,
-    Placement,
-    interface_of,
-    network_of,
-    own_host,
-    use_interface_of,
-)
+from telescope.cluster.placement import Network, Placement, interface_of, network_of, own_host, use_interface_of
 from telescope.config import TelescopeConfig
 from telescope.inference.server import advertised_host
 

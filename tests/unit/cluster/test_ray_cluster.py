@@ -229,10 +229,7 @@ def test_a_joined_cluster_is_stopped_only_if_configured(started_here, asked, sto
 
 
 @pytest.mark.parametrize(("error", "words"), [
-    (
-        Exception("The current node timed out during startup."),
-        "machine: The current node timed out during startup. ",
-    ),
+    (Exception("The current node timed out during startup."), "machine: The current node timed out during startup. "),
     (AssertionError(), "machine: AssertionError. "),
 ])  # fmt: skip
 def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(fake_ray, monkeypatch, tmp_path, error, words):

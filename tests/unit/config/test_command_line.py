@@ -30,39 +30,33 @@ def test_the_help_of_the_command_lists_the_commands(capsys):
     assert all(command in out for command in ("train", "config", "tiny-model", "runs", "query"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("trian", "There is no command 'trian'. Did you mean 'train'?"),
-        ("tiny-modle --output x", "There is no command 'tiny-modle'. Did you mean 'tiny-model'?"),
-        ("config", "the following arguments are required: ACTION"),
-        ("train x", "Unexpected argument 'x'"),
-        ("config explain learning_rte", "'learning_rate'"),
-        ("config explain beta", "kl_penalty_tau"),
-        ("config explain rollout.n", "'group_size'"),
-        ("config explain evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
-        ("config explain learning_rate.x", "There is no field or section 'learning_rate.x'"),
-        ("config explain eval.num_samples", "Did you mean 'evals.num_samples'?"),
-        ("train --config run.yaml --gpu-memory-gib 80", "Add --dry-run, or omit --gpu-memory-gib"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("trian", "There is no command 'trian'. Did you mean 'train'?"),
+    ("tiny-modle --output x", "There is no command 'tiny-modle'. Did you mean 'tiny-model'?"),
+    ("config", "the following arguments are required: ACTION"),
+    ("train x", "Unexpected argument 'x'"),
+    ("config explain learning_rte", "'learning_rate'"),
+    ("config explain beta", "kl_penalty_tau"),
+    ("config explain rollout.n", "'group_size'"),
+    ("config explain evals.num_sample", "Did you mean 'num_samples'? The keys are name,"),
+    ("config explain learning_rate.x", "There is no field or section 'learning_rate.x'"),
+    ("config explain eval.num_samples", "Did you mean 'evals.num_samples'?"),
+    ("train --config run.yaml --gpu-memory-gib 80", "Add --dry-run, or omit --gpu-memory-gib"),
+])  # fmt: skip
 def test_bad_input_exits_with_2_and_names_the_nearest(capsys, arguments, words):
     code, out, err = run(capsys, *arguments.split())
     assert (code, out) == (2, "")
     assert words in err
 
 
-@pytest.mark.parametrize(
-    ("raised", "code", "words"),
-    [
-        (UserError("one thing"), 2, "telescope: one thing"),
-        (ConfigError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
-        (UserError("one error\nin two lines"), 2, "telescope: one error\nin two lines"),
-        (RunError("one error\nin two lines"), 1, "telescope: one error\nin two lines"),
-        (KeyboardInterrupt(), 130, "Interrupted"),
-        (SystemExit(3), 3, ""),
-    ],
-)
+@pytest.mark.parametrize(("raised", "code", "words"), [
+    (UserError("one thing"), 2, "telescope: one thing"),
+    (ConfigError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
+    (UserError("one error\nin two lines"), 2, "telescope: one error\nin two lines"),
+    (RunError("one error\nin two lines"), 1, "telescope: one error\nin two lines"),
+    (KeyboardInterrupt(), 130, "Interrupted"),
+    (SystemExit(3), 3, ""),
+])  # fmt: skip
 def test_errors_become_messages_and_exit_codes(capsys, monkeypatch, raised, code, words):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=raised))
     got, _, err = run(capsys, "runs")
@@ -90,14 +84,11 @@ def test_arguments_of_train_are_separated_from_fields():
     assert build_parser().parse_args(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
-        ("--dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
-        ("--dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", r"given twice: 80\.0 and 141.0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
+    ("--dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
+    ("--dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", r"given twice: 80\.0 and 141.0"),
+])  # fmt: skip
 def test_flags_of_train_that_cannot_be_meant_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         build_parser().parse_args(arguments.split())
@@ -296,16 +287,13 @@ def test_folders_of_a_run_that_the_user_may_not_enter_are_refused(capsys, monkey
         preflight.check_run_dir(config)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["ui", "{}"], ["runs", "--root", "{}"], ["convert", "{}"], ["envs", "list", "--path", "{}"]),
-        *(["train", "--config", "{}"], ["train", "--resume", "{}"], ["eval", "{}"], ["tiny-model", "--output", "{}"]),
-        *(["verify", "--config", "{}"], ["config", "show", "{}"], ["query", "select 1", "--root", "{}"]),
-        *(["query", "select 1", "--run", "{}"], ["tui", "{}"], ["compact", "{}"], ["sandbox", "reap", "{}"]),
-        ["launch", "slurm", "--config", "{}"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    *(["ui", "{}"], ["runs", "--root", "{}"], ["convert", "{}"], ["envs", "list", "--path", "{}"]),
+    *(["train", "--config", "{}"], ["train", "--resume", "{}"], ["eval", "{}"], ["tiny-model", "--output", "{}"]),
+    *(["verify", "--config", "{}"], ["config", "show", "{}"], ["query", "select 1", "--root", "{}"]),
+    *(["query", "select 1", "--run", "{}"], ["tui", "{}"], ["compact", "{}"], ["sandbox", "reap", "{}"]),
+    ["launch", "slurm", "--config", "{}"],
+])  # fmt: skip
 @pytest.mark.parametrize("path", ["~no-such-user/x", "x" * 300, "x/" * 3000, "/locked/x"])
 def test_a_path_that_cannot_exist_or_be_read_is_refused_in_one_line(capsys, monkeypatch, arguments, path):
     lock(monkeypatch)

@@ -12,12 +12,7 @@ from tests.repository_modules import load_script
 
 import telescope
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
-from telescope.config.generate import (
-    FieldDescription,
-    default_yaml,
-    describe_all,
-    describe_section,
-)
+from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 

@@ -64,18 +64,15 @@ def test_flags_win_over_the_file(tmp_path):
     assert request.command.checkpoint_dir == "elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("learning_rate: 1", r"learning_rate \(.*line 1\) is a field of training, which evals do not use\. Remove it"),
-        ("model: a", "Name models as arguments"),
-        ("checkpoint_dirs: a", "checkpoint_dir"),
-        ("evals: [{name: math500, num_samples: 0}]", "0 samples evaluate nothing"),
-        ("checkpoints: [{step: 5}]", "path"),
-        ("checkpoints: [models/a]", "checkpoints.0. is .models/a. .*a mapping, such as {path: runs/first/"),
-        ("max_concurrent_samples_per_server: 0", "max_concurrent_samples_per_server"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("learning_rate: 1", r"learning_rate \(.*line 1\) is a field of training, which evals do not use\. Remove it"),
+    ("model: a", "Name models as arguments"),
+    ("checkpoint_dirs: a", "checkpoint_dir"),
+    ("evals: [{name: math500, num_samples: 0}]", "0 samples evaluate nothing"),
+    ("checkpoints: [{step: 5}]", "path"),
+    ("checkpoints: [models/a]", "checkpoints.0. is .models/a. .*a mapping, such as {path: runs/first/"),
+    ("max_concurrent_samples_per_server: 0", "max_concurrent_samples_per_server"),
+])  # fmt: skip
 def test_what_evals_do_not_have_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "eval.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):

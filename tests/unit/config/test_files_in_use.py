@@ -67,17 +67,14 @@ def test_a_grad_clip_of_0_and_an_answer_as_long_as_the_context_are_taken(tmp_pat
     assert any("each answer is shorter by its prompt's length" in note for note in loaded.notes)
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("dapo_math", (*DATASET, "dataset_subset")),
-        ("deepscaler", (*DATASET, "dataset_subset")),
-        ("math500", (*DATASET, "instruction_prompt_post")),
-        ("aime_2024", (*DATASET, "instruction_prompt_post")),
-        ("aime_2025", (*DATASET, "instruction_prompt_post")),
-        ("gpqa_diamond", (*DATASET, "dataset_subset", "shuffle_seed", "instruction_prompt_pre")),
-    ],
-)
+@pytest.mark.parametrize(("name", "kwargs"), [
+    ("dapo_math", (*DATASET, "dataset_subset")),
+    ("deepscaler", (*DATASET, "dataset_subset")),
+    ("math500", (*DATASET, "instruction_prompt_post")),
+    ("aime_2024", (*DATASET, "instruction_prompt_post")),
+    ("aime_2025", (*DATASET, "instruction_prompt_post")),
+    ("gpqa_diamond", (*DATASET, "dataset_subset", "shuffle_seed", "instruction_prompt_pre")),
+])  # fmt: skip
 def test_environments_and_evals_of_files_in_use_resolve_with_their_arguments(tmp_path, name, kwargs):
     is_eval = EVALS.has(name, ())
     entry = {"name": name, "kwargs": dict.fromkeys(kwargs)}
@@ -96,15 +93,12 @@ def test_an_environment_that_does_not_ship_is_refused_by_name(tmp_path):
     assert "'deepdive'" in problem
 
 
-@pytest.mark.parametrize(
-    ("metric", "remark", "error"),
-    [
-        ("correct", None, None),
-        ("reward", None, None),
-        ("corect", None, "names the metric 'corect', which it does not declare. Did you mean 'correct'?"),
-        ("style", "names the metric 'style', which it does not declare (declared are correct, reward)", None),
-    ],
-)
+@pytest.mark.parametrize(("metric", "remark", "error"), [
+    ("correct", None, None),
+    ("reward", None, None),
+    ("corect", None, "names the metric 'corect', which it does not declare. Did you mean 'correct'?"),
+    ("style", "names the metric 'style', which it does not declare (declared are correct, reward)", None),
+])  # fmt: skip
 def test_metrics_of_pass_k_are_those_that_the_environment_declares(tmp_path, metric, remark, error):
     evals = [{"name": "countdown", "pass_k": {"at_k": {"metrics": [metric], "k": [1, 4]}}}]
     config = resolved(tmp_path, {"environments": COUNTDOWN, "evals": evals}).config
@@ -118,18 +112,15 @@ def test_metrics_of_pass_k_are_those_that_the_environment_declares(tmp_path, met
     assert (remark in " ".join(found)) if remark else found == []
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"max_async_rollout": 4}, "which discards none. Set max_off_policy_steps to about 12, or to -1"),
-        ({"max_off_policy_steps": 20}, "generation runs no further ahead"),
-        ({"max_async_rollout": 4, "max_off_policy_steps": 16}, None),
-        ({"max_async_rollout": 4, "max_off_policy_steps": -1}, None),
-        ({"max_async_rollout": 3}, None),
-        ({"max_async_rollout": 1}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ({"max_async_rollout": 4}, "which discards none. Set max_off_policy_steps to about 12, or to -1"),
+    ({"max_off_policy_steps": 20}, "generation runs no further ahead"),
+    ({"max_async_rollout": 4, "max_off_policy_steps": 16}, None),
+    ({"max_async_rollout": 4, "max_off_policy_steps": -1}, None),
+    ({"max_async_rollout": 3}, None),
+    ({"max_async_rollout": 1}, None),
+    ({}, None),
+])  # fmt: skip
 def test_raising_one_bound_of_asynchrony_alone_is_a_remark(tmp_path, values, words):
     found = " ".join(remarks(resolved(tmp_path, {"environments": COUNTDOWN, **values}).config))
     assert (words in found) if words else "further ahead" not in found and "log-normal" not in found

@@ -102,38 +102,28 @@ def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
     assert loaded.sources["model"] == f"{run_yaml}, line 1"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "environments: [{name: a}]\nlearning_rte: 1.0\n",
-            ["'learning_rte'", "line 2", "Did you mean 'learning_rate'?"],
-        ),
-        ("trainer:\n  learning_rate: 1.0\n  grad_clip: 1.0\n", ["write learning_rate, grad_clip without 'trainer'"]),
-        ("model: [1", ["not valid YAML"]),
-        ("model: x\n\tseed: 1\n", ["not valid YAML"]),
-        ("seed: 1\nmodel: x\nseed: 2\n", ["'seed' is set twice, first in line 1 (line 3"]),
-        ("- 1\n", ["must hold `field: value` lines"]),
-        ("model: " + "[" * 5000 + "]" * 5000, ["nested too deeply"]),
-        ("seed: 1\n", ["at least one environment"]),
-        ("yes: 1\n", ["Unknown configuration field 'True' ("]),
-        ("<<: {sede: 1}\n", ["'sede'", "Did you mean 'seed'?"]),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("environments: [{name: a}]\nlearning_rte: 1.0\n", ["'learning_rte'", "line 2", "Did you mean 'learning_rate'?"]),
+    ("trainer:\n  learning_rate: 1.0\n  grad_clip: 1.0\n", ["write learning_rate, grad_clip without 'trainer'"]),
+    ("model: [1", ["not valid YAML"]),
+    ("model: x\n\tseed: 1\n", ["not valid YAML"]),
+    ("seed: 1\nmodel: x\nseed: 2\n", ["'seed' is set twice, first in line 1 (line 3"]),
+    ("- 1\n", ["must hold `field: value` lines"]),
+    ("model: " + "[" * 5000 + "]" * 5000, ["nested too deeply"]),
+    ("seed: 1\n", ["at least one environment"]),
+    ("yes: 1\n", ["Unknown configuration field 'True' ("]),
+    ("<<: {sede: 1}\n", ["'sede'", "Did you mean 'seed'?"]),
+], ids=lambda value: value[:24] if isinstance(value, str) else "")  # fmt: skip
 def test_a_file_that_is_not_a_configuration_is_refused_with_line_and_fix(tmp_path, text, words):
     message = error_of(write(tmp_path, text))
     assert all(word in message for word in words)
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("learning-rat", "learning_rate"), ("lr", "learning_rate"), ("batch_size", "prompts_batch_size_for_trainer"),
-        ("number_of_step", "number_of_steps"), ("warmup", "warmup_steps"), ("max_model_length", "max_model_len"),
-        ("wandb_name", "wandb_run_name"), ("Temperature", "temperature"), ("confg", "config"), ("dryrun", "dry-run"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("learning-rat", "learning_rate"), ("lr", "learning_rate"), ("batch_size", "prompts_batch_size_for_trainer"),
+    ("number_of_step", "number_of_steps"), ("warmup", "warmup_steps"), ("max_model_length", "max_model_len"),
+    ("wandb_name", "wandb_run_name"), ("Temperature", "temperature"), ("confg", "config"), ("dryrun", "dry-run"),
+])  # fmt: skip
 def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
 
@@ -144,34 +134,31 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
     assert "telescope config explain" in message
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("learning_rate", "0", "above 0"), ("learning_rate", "fast", "must be a number"),
-        ("group_size", "0", "at least 1"), ("group_size", "1.5", "whole number"), ("group_size", "true", "boolean"),
-        ("gpu_memory_utilization", "1.1", "at most 1"), ("min_lr_ratio", "-0.1", "at least 0"),
-        ("clip_low", "1.5", "at most 1"), ("otlp_receiver_port", "70000", "at most 65535"),
-        ("max_async_rollout", "-1", "at least 0"), ("max_off_policy_steps", "-2", "at least -1"),
-        ("top_p", "0", "above 0"), ("megatron_optimizer_offload_fraction", "2", "at most 1"),
-        ("algorithm", "gpro", "Did you mean 'grpo'?"), ("model_dtype", "bf16", "one of"),
-        ("train_backend", "deepspeed", "class path"), ("use_wandb", "maybe", "true or false"),
-        ("fsdp_reshard_after_forward", "maybe", 'true or false, or "auto"'),
-        ("wandb_tags", "a", "must be a list"), ("wandb_tags", "[a, 1]", "but it must be text; put it in quotes"),
-        ("checkpoint_every", "true", "number of steps"),
-        ("resume_from_checkpoint", "0", "number of a checkpoint"), ("ray_runtime_env", "[1]", "must be a mapping"),
-        ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001"),
-        ("ray_inference_cpus_per_worker", "0.00009", "at least 0.0001"),
-        ("ray_inference_cpus_per_worker", "0", "at least 0.0001"),
-        ("ray_address", "ray://10.0.0.1:10001", "ray:// addresses are those of clients outside of the cluster"),
-        ("ray_address", "ray://10.0.0.1:10001", 'Start the run on a node of the cluster, with "auto" or'),
-        ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
-        ("megatron_exp_avg_dtype", "int8", "one of"), ("learning_rate", ".nan", "finite"),
-        ("environments", "countdown", "must be a list, such as [{name: countdown}]"), ("device", "gpu", "device cuda"),
-        ("record_tokens", "70000", 'at most 65536, or one of "none", "all"'),
-        ("resume_from_checkpoint", "latest", "true or false, or a whole number"),
-        ("environments", "[countdown]", "a mapping, such as {name: countdown}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("learning_rate", "0", "above 0"), ("learning_rate", "fast", "must be a number"),
+    ("group_size", "0", "at least 1"), ("group_size", "1.5", "whole number"), ("group_size", "true", "boolean"),
+    ("gpu_memory_utilization", "1.1", "at most 1"), ("min_lr_ratio", "-0.1", "at least 0"),
+    ("clip_low", "1.5", "at most 1"), ("otlp_receiver_port", "70000", "at most 65535"),
+    ("max_async_rollout", "-1", "at least 0"), ("max_off_policy_steps", "-2", "at least -1"),
+    ("top_p", "0", "above 0"), ("megatron_optimizer_offload_fraction", "2", "at most 1"),
+    ("algorithm", "gpro", "Did you mean 'grpo'?"), ("model_dtype", "bf16", "one of"),
+    ("train_backend", "deepspeed", "class path"), ("use_wandb", "maybe", "true or false"),
+    ("fsdp_reshard_after_forward", "maybe", 'true or false, or "auto"'),
+    ("wandb_tags", "a", "must be a list"), ("wandb_tags", "[a, 1]", "but it must be text; put it in quotes"),
+    ("checkpoint_every", "true", "number of steps"),
+    ("resume_from_checkpoint", "0", "number of a checkpoint"), ("ray_runtime_env", "[1]", "must be a mapping"),
+    ("ray_trainer_cpus_per_worker", "1e-9", "at least 0.0001"),
+    ("ray_inference_cpus_per_worker", "0.00009", "at least 0.0001"),
+    ("ray_inference_cpus_per_worker", "0", "at least 0.0001"),
+    ("ray_address", "ray://10.0.0.1:10001", "ray:// addresses are those of clients outside of the cluster"),
+    ("ray_address", "ray://10.0.0.1:10001", 'Start the run on a node of the cluster, with "auto" or'),
+    ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
+    ("megatron_exp_avg_dtype", "int8", "one of"), ("learning_rate", ".nan", "finite"),
+    ("environments", "countdown", "must be a list, such as [{name: countdown}]"), ("device", "gpu", "device cuda"),
+    ("record_tokens", "70000", 'at most 65536, or one of "none", "all"'),
+    ("resume_from_checkpoint", "latest", "true or false, or a whole number"),
+    ("environments", "[countdown]", "a mapping, such as {name: countdown}"),
+])  # fmt: skip
 def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
     flags = ["--environments", "[{name: a}]"] if field != "environments" else []
     message = error_of(None, *flags, f"--{field}", value)
@@ -181,37 +168,31 @@ def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ("{weight: 1}", "environments[0].name is missing"),
-        ("{name: a, weight: 0}", "environments[0].weight is 0"),
-        ("{name: a, wieght: 1}", "Did you mean 'weight'?"),
-        ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
-        ("{name: a, kwargs: [1]}", "must be a mapping"),
-        ("{name: a, kwargs: {1: 2}}", "environments[0].kwargs has the key 1 (command line), which must be text"),
-        ("{name: ''}", "must not be empty"),
-        ("{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "words"), [
+    ("{weight: 1}", "environments[0].name is missing"),
+    ("{name: a, weight: 0}", "environments[0].weight is 0"),
+    ("{name: a, wieght: 1}", "Did you mean 'weight'?"),
+    ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
+    ("{name: a, kwargs: [1]}", "must be a mapping"),
+    ("{name: a, kwargs: {1: 2}}", "environments[0].kwargs has the key 1 (command line), which must be text"),
+    ("{name: ''}", "must not be empty"),
+    ("{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
+])  # fmt: skip
 def test_a_wrong_entry_of_environments_is_named(entry, words):
     assert words in error_of(None, "--environments", f"[{entry}]")
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ("{name: a, num_samples: 0}", "-1 for the full dataset"),
-        ("{name: a, eval_every: 0}", "at least 1"),
-        ("{name: a, separate_eval_samples: true}", "set num_samples"),
-        ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
-        ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
-        ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
-        ("{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}", "every item is sampled as often as the l"),
-        ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
-        ("{name: a, temperature: -1}", "at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "words"), [
+    ("{name: a, num_samples: 0}", "-1 for the full dataset"),
+    ("{name: a, eval_every: 0}", "at least 1"),
+    ("{name: a, separate_eval_samples: true}", "set num_samples"),
+    ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
+    ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
+    ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
+    ("{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}", "every item is sampled as often as the l"),
+    ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
+    ("{name: a, temperature: -1}", "at least 0"),
+])  # fmt: skip
 def test_a_wrong_entry_of_evals_is_named(entry, words):
     assert words in error_of(None, "--environments", "[{name: a}]", "--evals", f"[{entry}]")
 
@@ -221,21 +202,18 @@ def test_all_wrong_fields_are_reported_at_once():
     assert len(message.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--learning_rate"], "needs a value, as in --learning_rate 1e-06"),
-        (["learning_rate=1"], "Unexpected argument 'learning_rate=1'"),
-        (["mine.yaml"], "a file of fields as --config mine.yaml"),
-        (["--wandb_tags", "[a"], "is not valid YAML"),
-        (["--wandb_tags", "[" * 3000], "[[[... is nested too deeply"),
-        (["--stop", "['a\nb"], "end of stream (line 2, column 2), while scanning a quoted scalar (line 1, column 2)"),
-        (["--seed", "9" * 5000], "999... has a value that cannot be read: "),
-        (["--seed", "!!int 1:30"], 'has a value that cannot be read: "invalid literal'),
-        (["--environments", "[{name: a, kwargs: {b: !!bool maybe}}]"], "has a value that cannot be read"),
-        (["--seed", "!!timestamp soon"], "has a value that cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--learning_rate"], "needs a value, as in --learning_rate 1e-06"),
+    (["learning_rate=1"], "Unexpected argument 'learning_rate=1'"),
+    (["mine.yaml"], "a file of fields as --config mine.yaml"),
+    (["--wandb_tags", "[a"], "is not valid YAML"),
+    (["--wandb_tags", "[" * 3000], "[[[... is nested too deeply"),
+    (["--stop", "['a\nb"], "end of stream (line 2, column 2), while scanning a quoted scalar (line 1, column 2)"),
+    (["--seed", "9" * 5000], "999... has a value that cannot be read: "),
+    (["--seed", "!!int 1:30"], 'has a value that cannot be read: "invalid literal'),
+    (["--environments", "[{name: a, kwargs: {b: !!bool maybe}}]"], "has a value that cannot be read"),
+    (["--seed", "!!timestamp soon"], "has a value that cannot be read"),
+])  # fmt: skip
 def test_flags_that_cannot_be_read(flags, words):
     assert words in error_of(None, *flags)
 
@@ -274,27 +252,24 @@ BELOW = "^max_off_policy_steps is 1, below max_async_rollout, which is 2:"
 TO_RAISE = "Set max_off_policy_steps to at least 2, or max_async_rollout to 1."
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            f"--evals '{GREEDY}' --eval_num_servers 0",
-            ["^evals: 'a' has pass_k and temperature 0: all samples of an item are the same"],
-        ),
-        (QUANTIZED, ["Set use_tis to true"]),
-        (f"{QUANTIZED} --use_tis true", []),
-        (ALPHA, ["^lora_alpha and lora_dropout have no effect"]),
-        (f"{ALPHA} --lora_rank 8", []),
-        ("--max_off_policy_steps 1", [BELOW, TO_RAISE]),
-        *[(f"--max_off_policy_steps {n} --max_async_rollout {ahead}", []) for n, ahead in ((2, 2), (0, 0), (-1, 2))],
-        ("--algorithm gspo", ["clip_low 0.4 and clip_high 0.5 will not bind", "clip_low 3e-4 and clip_high 4e-4"]),
-        ("--algorithm gspo --clip_low 3e-4", ["so clip_high 0.5 will not bind"]),
-        ("--algorithm gspo --clip_low 3e-4 --clip_high 4e-4", []),
-        ("--model_dtype float16", ["^model_dtype is float16, .* Set model_dtype to bfloat16 or float32;"]),
-        ("--model_dtype float16 --lora_rank 8", []),
-        ("--mixed_precision_dtype float16", []),
-    ],
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    (
+        f"--evals '{GREEDY}' --eval_num_servers 0",
+        ["^evals: 'a' has pass_k and temperature 0: all samples of an item are the same"],
+    ),
+    (QUANTIZED, ["Set use_tis to true"]),
+    (f"{QUANTIZED} --use_tis true", []),
+    (ALPHA, ["^lora_alpha and lora_dropout have no effect"]),
+    (f"{ALPHA} --lora_rank 8", []),
+    ("--max_off_policy_steps 1", [BELOW, TO_RAISE]),
+    *[(f"--max_off_policy_steps {n} --max_async_rollout {ahead}", []) for n, ahead in ((2, 2), (0, 0), (-1, 2))],
+    ("--algorithm gspo", ["clip_low 0.4 and clip_high 0.5 will not bind", "clip_low 3e-4 and clip_high 4e-4"]),
+    ("--algorithm gspo --clip_low 3e-4", ["so clip_high 0.5 will not bind"]),
+    ("--algorithm gspo --clip_low 3e-4 --clip_high 4e-4", []),
+    ("--model_dtype float16", ["^model_dtype is float16, .* Set model_dtype to bfloat16 or float32;"]),
+    ("--model_dtype float16 --lora_rank 8", []),
+    ("--mixed_precision_dtype float16", []),
+])  # fmt: skip
 def test_settings_that_seldom_help_get_one_remark(flags, words):
     notes = load(None, *NO_WANDB, *shlex.split(flags)).notes
     assert len(notes) == bool(words)
@@ -322,21 +297,18 @@ def test_every_algorithm_can_be_chosen_by_its_name_alone(algorithm):
     assert not any("No effect" in note for note in loaded.notes)
 
 
-@pytest.mark.parametrize(
-    ("flags", "ending"),
-    [
-        ([], "; the loss does not."),
-        (["--use_tis", "true"], "and so do importance weights against the engine. top_p 1 avoids it."),
-        (["--kl_penalty_tau", "0.1"], "and so do importance weights against the engine. top_p 1 avoids it."),
-        (["--algorithm", "cispo"], 'the ratio that cispo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
-        (["--use_ppo_clip", "true"], 'grpo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
-        (["--use_ppo_clip", "true", "--ppo_clip_ref_logprobs", "batch"], "; the loss does not."),
-        (
-            ["--algorithm", "gspo", "--clip_low", "3e-4", "--clip_high", "4e-4"],
-            'nothing from answers worse than their group. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "ending"), [
+    ([], "; the loss does not."),
+    (["--use_tis", "true"], "and so do importance weights against the engine. top_p 1 avoids it."),
+    (["--kl_penalty_tau", "0.1"], "and so do importance weights against the engine. top_p 1 avoids it."),
+    (["--algorithm", "cispo"], 'the ratio that cispo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
+    (["--use_ppo_clip", "true"], 'grpo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
+    (["--use_ppo_clip", "true", "--ppo_clip_ref_logprobs", "batch"], "; the loss does not."),
+    (
+        ["--algorithm", "gspo", "--clip_low", "3e-4", "--clip_high", "4e-4"],
+        'nothing from answers worse than their group. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.',
+    ),
+])  # fmt: skip
 def test_top_p_is_remarked_with_its_effect_on_importance_ratios(flags, ending):
     (note,) = load(None, *NO_WANDB, "--top_p", "0.9", *flags).notes
     assert note.startswith("top_p is 0.9: ")

@@ -37,15 +37,12 @@ def test_a_shape_names_the_modules_of_transformers(family):
     assert [name for name, _, _ in linear_layers(shape)] == find_targets(model, "all-linear")
 
 
-@pytest.mark.parametrize(
-    ("targets", "words"),
-    [
-        ("q_proj", "'q_proj' matches nothing in the model"),
-        ("nonsense", "'nonsense' matches nothing in the model"),
-        (["q_proj", "nonsense"], "'nonsense' matches nothing in the model"),
-        (["lm_head"], "'lm_head' matches nothing in the model"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "words"), [
+    ("q_proj", "'q_proj' matches nothing in the model"),
+    ("nonsense", "'nonsense' matches nothing in the model"),
+    (["q_proj", "nonsense"], "'nonsense' matches nothing in the model"),
+    (["lm_head"], "'lm_head' matches nothing in the model"),
+])  # fmt: skip
 def test_adapters_on_what_has_none_are_refused(targets, words):
     with pytest.raises(ConfigError, match=r"^lora_target_modules: .* Choose from down_proj, gate_proj, ") as error:
         check_shape(build({"lora_rank": 8, "lora_target_modules": targets}), REPORT)

@@ -59,13 +59,10 @@ def test_the_instruction_sets_of_this_cpu_are_read() -> None:
     assert {"fpu", "sse2"} <= cpu_flags()
 
 
-@pytest.mark.parametrize(
-    ("texts", "cores"),
-    [
-        (["max 100000"], 8), (["250000 100000"], 3), (["50000 100000"], 1), (["9900000 100000"], 8),
-        (["-1", "100000"], 8), (["400000", "100000"], 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("texts", "cores"), [
+    (["max 100000"], 8), (["250000 100000"], 3), (["50000 100000"], 1), (["9900000 100000"], 8),
+    (["-1", "100000"], 8), (["400000", "100000"], 4),
+])  # fmt: skip
 def test_cores_are_those_of_the_container_if_it_has_fewer(monkeypatch, tmp_path: Path, texts, cores) -> None:
     files = tuple(tmp_path / str(number) for number in range(len(texts)))
     for file, text in zip(files, texts, strict=True):

@@ -42,18 +42,15 @@ def megatron(**changes):
     return build(options | changes)
 
 
-@pytest.mark.parametrize(
-    ("shape", "changes", "field", "what"),
-    [
-        (QWEN3_4B, {TP: 3}, TP, "32 attention heads"),
-        (QWEN3_4B, {TP: 16}, TP, "8 key and value heads"),
-        (QWEN3_4B, {PP: 5}, PP, "36 layers"),
-        (QWEN3_4B, {EP: 2}, EP, "has no experts"),
-        (QWEN3_4B, {TP: 2, CP: 3}, CP, "16 attention heads"),
-        (EXPERTS, {EP: 3}, EP, "128 experts"),
-        (EXPERTS, {TP: 2, EP: 2}, SP, "has experts"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "changes", "field", "what"), [
+    (QWEN3_4B, {TP: 3}, TP, "32 attention heads"),
+    (QWEN3_4B, {TP: 16}, TP, "8 key and value heads"),
+    (QWEN3_4B, {PP: 5}, PP, "36 layers"),
+    (QWEN3_4B, {EP: 2}, EP, "has no experts"),
+    (QWEN3_4B, {TP: 2, CP: 3}, CP, "16 attention heads"),
+    (EXPERTS, {EP: 3}, EP, "128 experts"),
+    (EXPERTS, {TP: 2, EP: 2}, SP, "has experts"),
+])  # fmt: skip
 def test_an_impossible_division_names_the_field_and_the_size(shape, changes, field, what):
     with pytest.raises(ConfigError, match=field) as error:
         check_division(megatron(**changes), shape)
@@ -151,21 +148,18 @@ def test_only_families_with_a_table_are_trained():
 
 
 @pytest.mark.parametrize("written_by", ["hub", "transformers"])
-@pytest.mark.parametrize(
-    ("family", "changes", "what"),
-    [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
-        ("llama", {"attention_bias": True}, "attention_bias true"),
-        ("llama", {"mlp_bias": True}, "mlp_bias true"),
-        ("qwen3", {"attention_bias": True}, "attention_bias true"),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type yarn"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding attention"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding attention"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "what"), [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+    ("llama", {"attention_bias": True}, "attention_bias true"),
+    ("llama", {"mlp_bias": True}, "mlp_bias true"),
+    ("qwen3", {"attention_bias": True}, "attention_bias true"),
+    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type yarn"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding attention"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding attention"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+])  # fmt: skip
 def test_what_the_backend_would_compute_otherwise_is_refused_by_config_json(written_by, family, changes, what):
     with pytest.raises(ConfigError) as error:
         check_architecture(megatron(), config_json(family, changes, written_by))
@@ -174,17 +168,14 @@ def test_what_the_backend_would_compute_otherwise_is_refused_by_config_json(writ
 
 
 @pytest.mark.parametrize("written_by", ["hub", "transformers"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 1}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 2}),
-        ("qwen3", {"rope_scaling": None}),
-        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 2}),
+    ("qwen3", {"rope_scaling": None}),
+    ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+])  # fmt: skip
 def test_common_models_of_the_families_pass(written_by, family, changes):
     check_architecture(megatron(), config_json(family, changes, written_by))
 

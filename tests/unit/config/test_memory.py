@@ -161,11 +161,7 @@ def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recompu
 
 @pytest.mark.parametrize(
     ("changes", "gib"),  # a rank of two: benchmarks/results/megatron.json
-    [
-        ({}, 51.38),
-        ({"megatron_tensor_parallel_size": 2}, 37.11),
-        ({"megatron_gradient_checkpointing": False}, 119.43),
-    ],
+    [({}, 51.38), ({"megatron_tensor_parallel_size": 2}, 37.11), ({"megatron_gradient_checkpointing": False}, 119.43)],
 )
 def test_the_estimate_of_megatron_is_near_what_was_measured(changes, gib):
     lengths = {"seq_len": 16_384, "max_tokens": 1024, "max_model_len": 16_384}
@@ -192,16 +188,13 @@ def test_documented_models_fit_a_gpu_of_139_gib():
     assert total("qwen3-4b", 8, 16_384, gradient_checkpointing=False) == pytest.approx(75, abs=1)
 
 
-@pytest.mark.parametrize(
-    ("gib", "settings", "recomputed"),
-    [
-        (80, {}, False), (24, {}, True), (24, {"seq_len": 4096, "max_model_len": 4096}, False),
-        (24, {"gradient_checkpointing": False}, False),
-        (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.6}, False),
-        (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.8}, True),
-        (24, {"recompute_attention": False}, False), (80, {"recompute_attention": True}, True), (None, {}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gib", "settings", "recomputed"), [
+    (80, {}, False), (24, {}, True), (24, {"seq_len": 4096, "max_model_len": 4096}, False),
+    (24, {"gradient_checkpointing": False}, False),
+    (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.6}, False),
+    (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.8}, True),
+    (24, {"recompute_attention": False}, False), (80, {"recompute_attention": True}, True), (None, {}, False),
+])  # fmt: skip
 def test_attention_is_recomputed_where_the_memory_of_a_gpu_is_too_small_otherwise(gib, settings, recomputed):
     lengths = {"seq_len": 65_536, "max_model_len": 65_536, "max_tokens": 1024}
     memory = None if gib is None else gib * GIB
@@ -322,17 +315,14 @@ def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
     assert background.total == in_place.total
 
 
-@pytest.mark.parametrize(
-    ("values", "shape", "memory", "reason"),
-    [
-        ({"weight_transfer": "in_place"}, known_shape("qwen3-4b"), H200, "weight_transfer is in_place"),
-        ({"inference_num_workers": 2, "inference_tensor_parallel_size": 2}, known_shape("qwen3-4b"), H200,
-         "tensor-paral"),
-        ({}, ModelShape.from_config(QWEN3_30B_A3B), H200, "experts"),
-        ({}, None, H200, "sizes of the model"), ({}, known_shape("qwen3-4b"), None, "memory of the GPU"),
-        ({}, known_shape("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "shape", "memory", "reason"), [
+    ({"weight_transfer": "in_place"}, known_shape("qwen3-4b"), H200, "weight_transfer is in_place"),
+    ({"inference_num_workers": 2, "inference_tensor_parallel_size": 2}, known_shape("qwen3-4b"), H200,
+     "tensor-paral"),
+    ({}, ModelShape.from_config(QWEN3_30B_A3B), H200, "experts"),
+    ({}, None, H200, "sizes of the model"), ({}, known_shape("qwen3-4b"), None, "memory of the GPU"),
+    ({}, known_shape("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
+])  # fmt: skip
 def test_weights_come_in_place_where_a_second_copy_does_not_fit_or_costs_too_much(values, shape, memory, reason):
     plan = plan_staging(config(**values), shape, memory)
     assert plan.num_bytes == 0

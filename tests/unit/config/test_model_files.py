@@ -54,15 +54,12 @@ def test_a_complete_folder_is_accepted_and_gives_its_shape(tmp_path):
     assert (report.unchecked, report.shape.num_layers) == (None, 2)
 
 
-@pytest.mark.parametrize(
-    ("missing", "words", "fix"),
-    [
-        ("config.json", "holds no config.json", ". "),
-        ("tokenizer.json", "holds no tokenizer", ". Save it beside the weights: AutoTokenizer.from_pretrained("),
-        ("chat_template.jinja", "has no chat template", ". Set chat_template to "),
-        ("model.safetensors", "holds no weights", ". "),
-    ],
-)
+@pytest.mark.parametrize(("missing", "words", "fix"), [
+    ("config.json", "holds no config.json", ". "),
+    ("tokenizer.json", "holds no tokenizer", ". Save it beside the weights: AutoTokenizer.from_pretrained("),
+    ("chat_template.jinja", "has no chat template", ". Set chat_template to "),
+    ("model.safetensors", "holds no weights", ". "),
+])  # fmt: skip
 def test_a_missing_file_is_named_with_the_fix(tmp_path, missing, words, fix):
     folder = write_model(tmp_path / "m", without=missing)
     message = error_of(folder)
@@ -99,14 +96,11 @@ def test_an_invalid_template_is_refused_in_any_file(tmp_path):
     assert error_of(folder).startswith(f"chat_template.jinja of {folder} cannot be read: 'utf-8' codec")
 
 
-@pytest.mark.parametrize(
-    ("model", "environment", "command"),
-    [
-        ("models/tiny-countdown", "a", "`telescope tiny-model --output models/tiny-countdown`"),
-        ("models/smollm2-135m", "a", "`telescope tiny-model --from smollm2-135m --output models/smollm2-135m`"),
-        ("models/tiny-x", "calculator_agent", "`telescope tiny-model --task calculator_agent --output models/tiny-x`"),
-    ],
-)
+@pytest.mark.parametrize(("model", "environment", "command"), [
+    ("models/tiny-countdown", "a", "`telescope tiny-model --output models/tiny-countdown`"),
+    ("models/smollm2-135m", "a", "`telescope tiny-model --from smollm2-135m --output models/smollm2-135m`"),
+    ("models/tiny-x", "calculator_agent", "`telescope tiny-model --task calculator_agent --output models/tiny-x`"),
+])  # fmt: skip
 def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch, model, environment, command):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=command):
@@ -114,17 +108,14 @@ def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch, m
     assert "telescope tiny-model" not in error_of("models/large")
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "0 bytes"),
-        (safetensors({})[0][:9], "cut off"),
-        (safetensors({"a": [4]})[0], "cut off"),
-        (b"\xff" * 8 + b"{}", "damaged"),
-        (struct.pack("<Q", 2) + b"[]", "damaged"),
-        (struct.pack("<Q", 3) + b"not", "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    (b"", "0 bytes"),
+    (safetensors({})[0][:9], "cut off"),
+    (safetensors({"a": [4]})[0], "cut off"),
+    (b"\xff" * 8 + b"{}", "damaged"),
+    (struct.pack("<Q", 2) + b"[]", "damaged"),
+    (struct.pack("<Q", 3) + b"not", "damaged"),
+])  # fmt: skip
 def test_weight_files_shorter_than_their_header_lists_are_refused(tmp_path, content, words):
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
@@ -164,14 +155,11 @@ def test_weights_in_any_floating_point_dtype_are_accepted(tmp_path, dtype):
     assert inspect_model(config(folder)).unchecked is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, 'has a quantization_config ("fp8")'),
-        ({"text_config": {"quantization_config": {}}}, "has a quantization_config (null)"),
-        ({"compression_config": "x"}, 'has a compression_config ("x")'),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"quantization_config": {"quant_method": "fp8"}}, 'has a quantization_config ("fp8")'),
+    ({"text_config": {"quantization_config": {}}}, "has a quantization_config (null)"),
+    ({"compression_config": "x"}, 'has a compression_config ("x")'),
+])  # fmt: skip
 def test_a_config_with_quantization_is_refused_by_field(tmp_path, changes, words):
     folder = write_model(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
@@ -187,18 +175,15 @@ def test_a_tokenizer_file_without_a_tokenizer_is_refused(tmp_path, text):
     assert "again" in message
 
 
-@pytest.mark.parametrize(
-    ("tokens", "fits"),
-    [
-        (tokenizer(128, {}), True),
-        (tokenizer(129, {}), False),
-        (tokenizer(100, {"<|start|>": 128}), False),  # the template writes it
-        (tokenizer(100, {"<|end|>": 128}), False),  # the end of an answer
-        (tokenizer(100, {"<image>": 128}), True),  # nothing does
-        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 128}}, True),
-        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 129}}, False),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "fits"), [
+    (tokenizer(128, {}), True),
+    (tokenizer(129, {}), False),
+    (tokenizer(100, {"<|start|>": 128}), False),  # the template writes it
+    (tokenizer(100, {"<|end|>": 128}), False),  # the end of an answer
+    (tokenizer(100, {"<image>": 128}), True),  # nothing does
+    ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 128}}, True),
+    ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 129}}, False),
+])  # fmt: skip
 def test_a_token_without_an_embedding_is_refused(tmp_path, tokens, fits):
     special = {"eos_token": {"content": "<|end|>"}}
     folder = write_model(tmp_path / "m", tokenizer=tokens, tokenizer_config=special)
@@ -239,15 +224,12 @@ def test_a_context_beyond_the_model_is_refused_unless_it_is_scaled(tmp_path):
     assert "max_model_len" in error_of(write_model(tmp_path / "p", config=plain), max_model_len=9000)
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "num_ranks", "words"),
-    [
-        (4, 2, 3, "4 attention heads, which it must divide"),
-        (12, 3, 2, "3 key and value heads, which it must divide or be a multiple of"),
-        (12, 3, 6, None),
-        (4, 2, 2, None),
-    ],
-)
+@pytest.mark.parametrize(("heads", "key_heads", "num_ranks", "words"), [
+    (4, 2, 3, "4 attention heads, which it must divide"),
+    (12, 3, 2, "3 key and value heads, which it must divide or be a multiple of"),
+    (12, 3, 6, None),
+    (4, 2, 2, None),
+])  # fmt: skip
 def test_ranks_that_share_rows_must_share_heads_evenly(tmp_path, heads, key_heads, num_ranks, words):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": 16}
     folder = write_model(tmp_path / "m", config=sizes)
@@ -261,15 +243,12 @@ def test_ranks_that_share_rows_must_share_heads_evenly(tmp_path, heads, key_head
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 44}
 
 
-@pytest.mark.parametrize(
-    ("changes", "size", "words"),
-    [
-        ({}, 8, "8, but num_attention_heads of .* is 4"),
-        ({"num_attention_heads": 8, "num_key_value_heads": 3}, 4, "4, but num_key_value_heads of"),
-        ({"intermediate_size": 130}, 4, "4, but intermediate_size of"),
-        (EXPERTS | {"moe_intermediate_size": 42}, 4, "4, but moe_intermediate_size of"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "size", "words"), [
+    ({}, 8, "8, but num_attention_heads of .* is 4"),
+    ({"num_attention_heads": 8, "num_key_value_heads": 3}, 4, "4, but num_key_value_heads of"),
+    ({"intermediate_size": 130}, 4, "4, but intermediate_size of"),
+    (EXPERTS | {"moe_intermediate_size": 42}, 4, "4, but moe_intermediate_size of"),
+])  # fmt: skip
 def test_tensor_parallelism_must_divide_whatever_is_cut(tmp_path, changes, size, words):
     folder = write_model(tmp_path / "m", config=changes)
     message = error_of(folder, inference_tensor_parallel_size=size, inference_num_workers=size)
@@ -331,13 +310,10 @@ def test_a_connection_that_breaks_during_a_download_is_reported_by_its_kind(tmp_
 NO_NAME = "which is neither a folder here nor a hub identifier"
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        *[(model, NO_NAME) for model in ("a b", "-a", "a..b", "x/", "a\nb", "a" * 400, "o/" + "a" * 5000)],
-        *[(model, "is not a path: ") for model in ("/" + "a" * 5000, "~no-such-user/x")],
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    *[(model, NO_NAME) for model in ("a b", "-a", "a..b", "x/", "a\nb", "a" * 400, "o/" + "a" * 5000)],
+    *[(model, "is not a path: ") for model in ("/" + "a" * 5000, "~no-such-user/x")],
+])  # fmt: skip
 def test_what_is_no_model_is_refused_briefly(tmp_path, monkeypatch, model, words):
     monkeypatch.chdir(tmp_path)
     message = error_of(model)
@@ -354,15 +330,12 @@ def test_a_context_of_40960_is_taken_for_qwen3_also_without_the_hub(tmp_path, mo
     assert inspect_model(config("Qwen/Qwen3-8B", max_model_len=40960), ask_hub=False).shape
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"model_type": "vit", "architectures": None},
-        {"model_type": None},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+    {"model_type": "vit", "architectures": None},
+    {"model_type": None},
+])  # fmt: skip
 def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(tmp_path, values):
     folder = write_model(tmp_path / "m", without="chat_template.jinja")
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | values))

@@ -21,32 +21,29 @@ def test_the_tables_name_fields_that_exist_once():
     assert len(SENTENCE_OF) == sum(len(one["names"].split()) for one in NAMES["sentences"])
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("eval_every", "an entry of evals"), ("reward_max", "an entry of environments"),
-        ("beta", "kl_penalty_tau"), ("num_train_epochs", "number_of_steps"),
-        ("reward_funcs", "reward: file.py:function"), ("data.max_prompt_length", "prompt and answer together"),
-        ("per_device_train_batch_size", "prompts_batch_size_for_trainer x group_size"),
-        ("num_generations", "'group_size'"), ("max_completion_length", "'max_tokens'"),
-        ("num_iterations", "number_of_minibatches"), ("epsilon", "use_ppo_clip"), ("epsilon_high", "'clip_high'"),
-        ("rollout.n", "'group_size'"), ("actor_rollout_ref.rollout.n", "'group_size'"),
-        ("actor_rollout_ref.rollout.temperature", "'temperature'"),
-        ("actor_rollout_ref.actor.optim.lr", "'learning_rate'"), ("actor_rollout_ref.model.path", "'model'"),
-        ("actor_rollout_ref.actor.kl_loss_coef", "kl_penalty_tau"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "'inference_tensor_parallel_size'"),
-        ("data.train_files", "environments: [{name"),
-        ("data.train_batch_size", "'prompts_batch_size_for_trainer'"),
-        ("algorithm.adv_estimator", "'algorithm'"), ("trainer.total_epochs", "number_of_steps"),
-        ("importance_sampling_level", "gspo"), ("reward_weights", "reward: {file.py:one: 1.0"),
-        ("generation_batch_size", "prompts_batch_size_for_trainer"), ("peft_config", "lora_rank (r)"),
-        ("actor_rollout_ref.rollout.val_kwargs.temperature", "Each entry of evals"),
-        ("critic.optim.lr", "There is no critic"), ("actor_rollout_ref.rollout.multi_turn.enable", "docs/tools.md"),
-        ("algorithm.rollout_correction.rollout_is", "'use_tis'"), ("deepspeed", "train_backend"),
-        ("optimizer", "AdamW"), ("trainer.logger", "'trackers'"), ("max-steps", "'number_of_steps'"),
-        ("grad_clp", "'grad_clip'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), [
+    ("eval_every", "an entry of evals"), ("reward_max", "an entry of environments"),
+    ("beta", "kl_penalty_tau"), ("num_train_epochs", "number_of_steps"),
+    ("reward_funcs", "reward: file.py:function"), ("data.max_prompt_length", "prompt and answer together"),
+    ("per_device_train_batch_size", "prompts_batch_size_for_trainer x group_size"),
+    ("num_generations", "'group_size'"), ("max_completion_length", "'max_tokens'"),
+    ("num_iterations", "number_of_minibatches"), ("epsilon", "use_ppo_clip"), ("epsilon_high", "'clip_high'"),
+    ("rollout.n", "'group_size'"), ("actor_rollout_ref.rollout.n", "'group_size'"),
+    ("actor_rollout_ref.rollout.temperature", "'temperature'"),
+    ("actor_rollout_ref.actor.optim.lr", "'learning_rate'"), ("actor_rollout_ref.model.path", "'model'"),
+    ("actor_rollout_ref.actor.kl_loss_coef", "kl_penalty_tau"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size", "'inference_tensor_parallel_size'"),
+    ("data.train_files", "environments: [{name"),
+    ("data.train_batch_size", "'prompts_batch_size_for_trainer'"),
+    ("algorithm.adv_estimator", "'algorithm'"), ("trainer.total_epochs", "number_of_steps"),
+    ("importance_sampling_level", "gspo"), ("reward_weights", "reward: {file.py:one: 1.0"),
+    ("generation_batch_size", "prompts_batch_size_for_trainer"), ("peft_config", "lora_rank (r)"),
+    ("actor_rollout_ref.rollout.val_kwargs.temperature", "Each entry of evals"),
+    ("critic.optim.lr", "There is no critic"), ("actor_rollout_ref.rollout.multi_turn.enable", "docs/tools.md"),
+    ("algorithm.rollout_correction.rollout_is", "'use_tis'"), ("deepspeed", "train_backend"),
+    ("optimizer", "AdamW"), ("trainer.logger", "'trackers'"), ("max-steps", "'number_of_steps'"),
+    ("grad_clp", "'grad_clip'"),
+])  # fmt: skip
 def test_a_name_of_another_framework_is_translated(name, words):
     with pytest.raises(ConfigError, match=f"Unknown configuration field '{name}'") as flag:
         parse_overrides([f"--{name}=1"])

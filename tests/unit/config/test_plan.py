@@ -137,25 +137,22 @@ SHARES = "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to 0.5"
 CORES = {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1}
 
 
-@pytest.mark.parametrize(
-    ("values", "nodes", "words"),
-    [
-        ({"inference_num_workers": 64}, [(64, 8)], ["inference_num_workers is 64", "66 GPUs", "has 8", "to 6"]),
-        ({}, [(16, 1)], ["4 GPUs", "need 2 GPUs", 'Set device to "cpu"']),
-        ({}, [(2, 0)], ["No GPU was found", "16 CPU cores", "has 2", "machine with GPUs", SHARES]),
-        ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', "no GPU was found", '"cpu"']),
-        ({"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1}, [(64, 4), (64, 4),
-         (64, 4)], ["of 8 GPUs", "nodes of 64 cores and 4 GPUs", "lower inference_tensor_parallel_size, which is 8"]),
-        (CORES, [(8, 0), (8, 0), (16, 0)], ["The nodes do not hold 2 ",
-         "lower inference_num_workers or trainer_num_workers"]),
-        (CORES, [(8, 0), (8, 0), (8, 0), (8, 0)], ["12 cores on one node",
-         "lower ray_trainer_cpus_per_worker"]),
-        ({"ray_inference_placement_strategy": "STRICT_SPREAD"}, [(64, 8)], ["STRICT_SPREAD",
-         "lower inference_num_workers", 'to "SPREAD"']),
-        ({"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6}, [(64, 4), (64, 4)],
-         ["STRICT_PACK", "or trainer_num_workers", 'to "PACK"']),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "nodes", "words"), [
+    ({"inference_num_workers": 64}, [(64, 8)], ["inference_num_workers is 64", "66 GPUs", "has 8", "to 6"]),
+    ({}, [(16, 1)], ["4 GPUs", "need 2 GPUs", 'Set device to "cpu"']),
+    ({}, [(2, 0)], ["No GPU was found", "16 CPU cores", "has 2", "machine with GPUs", SHARES]),
+    ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', "no GPU was found", '"cpu"']),
+    ({"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1}, [(64, 4), (64, 4),
+     (64, 4)], ["of 8 GPUs", "nodes of 64 cores and 4 GPUs", "lower inference_tensor_parallel_size, which is 8"]),
+    (CORES, [(8, 0), (8, 0), (16, 0)], ["The nodes do not hold 2 ",
+     "lower inference_num_workers or trainer_num_workers"]),
+    (CORES, [(8, 0), (8, 0), (8, 0), (8, 0)], ["12 cores on one node",
+     "lower ray_trainer_cpus_per_worker"]),
+    ({"ray_inference_placement_strategy": "STRICT_SPREAD"}, [(64, 8)], ["STRICT_SPREAD",
+     "lower inference_num_workers", 'to "SPREAD"']),
+    ({"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6}, [(64, 4), (64, 4)],
+     ["STRICT_PACK", "or trainer_num_workers", 'to "PACK"']),
+])  # fmt: skip
 def test_a_run_that_does_not_fit_names_the_field_to_lower(values, nodes, words):
     with pytest.raises(PlacementError) as raised:
         plan_placement(config(**values), cluster(*nodes))
@@ -225,13 +222,10 @@ def test_on_cpus_share_gpus_has_no_effect():
     assert plan == plan_placement(config(device="cpu"), cluster((32, 0)))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "words"),
-    [
-        (((64, 1),), "Lower both to 1"),
-        (((6, 2), (6, 0)), "2 pairs of a server and a trainer worker, each of 1 GPU and 6 cores"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "words"), [
+    (((64, 1),), "Lower both to 1"),
+    (((6, 2), (6, 0)), "2 pairs of a server and a trainer worker, each of 1 GPU and 6 cores"),
+])  # fmt: skip
 def test_pairs_that_do_not_fit_name_what_to_lower(nodes, words):
     shared = config(inference_num_workers=2, trainer_num_workers=2, share_gpus=True, ray_trainer_cpus_per_worker=2)
     plan, refusal = plan_or_refusal(shared, cluster(*nodes))
@@ -258,15 +252,12 @@ def test_what_must_be_on_one_node_is_placed_first(together):
     assert len(set(nodes_of(placement, together))) == 1
 
 
-@pytest.mark.parametrize(
-    ("gpus", "values"),
-    [
-        (1, {"inference_tensor_parallel_size": 2}),
-        (2, {"train_backend": "megatron", "megatron_expert_parallel_size": 2}),
-        (4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
-        (2, {"fsdp_context_parallel_size": 2}),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "values"), [
+    (1, {"inference_tensor_parallel_size": 2}),
+    (2, {"train_backend": "megatron", "megatron_expert_parallel_size": 2}),
+    (4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
+    (2, {"fsdp_context_parallel_size": 2}),
+])  # fmt: skip
 def test_defaults_stay_where_fewer_workers_contradict_another_field(gpus, values):
     """The error is then that of the placement, which names fields with their values."""
     machine = cluster((64, gpus))

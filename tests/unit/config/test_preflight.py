@@ -61,17 +61,14 @@ def test_a_client_address_in_the_environment_is_refused_where_auto_would_follow_
 CHECKPOINTS = {"run_dir": "{}/run", "checkpoint_every": 2}
 
 
-@pytest.mark.parametrize(
-    ("check", "values", "pattern"),
-    [
-        (preflight.check_ports, {"inference_host": "192.0.2.1"}, "^inference_host is '192.0.2.1'"),
-        (preflight.check_run_dir, {"run_dir": "{}/file/run"}, "is a file.*TELESCOPE_RUN_DIR"),
-        (preflight.check_run_dir, {"run_dir": "/proc/telescope/run"}, "not writable"),
-        (preflight.check_run_dir, {"run_dir": "{}"}, "already holds a run"),
-        (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "{}/file/x"}, "^checkpoint_dir is.*is a file"),
-        (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "/proc/x"}, "^checkpoint_dir is.*not writable"),
-    ],
-)
+@pytest.mark.parametrize(("check", "values", "pattern"), [
+    (preflight.check_ports, {"inference_host": "192.0.2.1"}, "^inference_host is '192.0.2.1'"),
+    (preflight.check_run_dir, {"run_dir": "{}/file/run"}, "is a file.*TELESCOPE_RUN_DIR"),
+    (preflight.check_run_dir, {"run_dir": "/proc/telescope/run"}, "not writable"),
+    (preflight.check_run_dir, {"run_dir": "{}"}, "already holds a run"),
+    (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "{}/file/x"}, "^checkpoint_dir is.*is a file"),
+    (preflight.check_run_dir, CHECKPOINTS | {"checkpoint_dir": "/proc/x"}, "^checkpoint_dir is.*not writable"),
+])  # fmt: skip
 def test_a_place_that_the_run_cannot_use_is_refused(tmp_path, check, values, pattern):
     (tmp_path / "file").write_text("")
     (tmp_path / "run.json").write_text("{}")
@@ -97,16 +94,13 @@ def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("field", ["run_dir", "checkpoint_dir", "environments_path"])
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("~unknown-user/run", "there is no user 'unknown-user'"),
-        ("/tmp/" + "a" * 300, "each name in it 255"),
-        ("é" * 130, "each name in it 255"),
-        ("a/" * 2500, "a path has at most 4096 bytes"),
-        ("a\0b", "must not contain the character NUL"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    ("~unknown-user/run", "there is no user 'unknown-user'"),
+    ("/tmp/" + "a" * 300, "each name in it 255"),
+    ("é" * 130, "each name in it 255"),
+    ("a/" * 2500, "a path has at most 4096 bytes"),
+    ("a\0b", "must not contain the character NUL"),
+])  # fmt: skip
 def test_what_cannot_be_a_path_is_refused(field, path, words):
     with pytest.raises(ConfigError, match=rf"{field}(\[0\])? is .*{words}"):
         build_config({"environments": [{"name": "countdown"}], field: path})
@@ -151,13 +145,10 @@ def test_shared_memory_below_what_the_servers_need_is_refused(monkeypatch):
     preflight.check_shared_memory(config(**divided))
 
 
-@pytest.mark.parametrize(
-    ("entry_points", "words"),
-    [
-        ([], "its entry point is not installed. Install Telescope"),
-        ([SimpleNamespace(module="telescope.no_such_module")], "entry point telescope.no_such_module does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("entry_points", "words"), [
+    ([], "its entry point is not installed. Install Telescope"),
+    ([SimpleNamespace(module="telescope.no_such_module")], "entry point telescope.no_such_module does not exist"),
+])  # fmt: skip
 def test_sources_that_are_not_installed_are_refused(monkeypatch, entry_points, words):
     monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda **_: entry_points)
     assert words in message_of(preflight.check_plugin, config())
@@ -196,16 +187,13 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
     model_checks.check_checkpoint_memory(run.replace(checkpoint_every=0), report)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("", "renders to nothing"),
-        ("{# nothing #}", "renders to nothing"),
-        ("{{ raise_exception('no users') }}", "raises an error: TemplateError: no users"),
-        ("{{ messages[7].content }}", "raises an error: UndefinedError"),
-        ("{% for m in mesages %}{{ m.content }}{% endfor %}assistant:", "leaves out what the user asks: it renders to"),
-    ],
-)
+@pytest.mark.parametrize(("template", "words"), [
+    ("", "renders to nothing"),
+    ("{# nothing #}", "renders to nothing"),
+    ("{{ raise_exception('no users') }}", "raises an error: TemplateError: no users"),
+    ("{{ messages[7].content }}", "raises an error: UndefinedError"),
+    ("{% for m in mesages %}{{ m.content }}{% endfor %}assistant:", "leaves out what the user asks: it renders to"),
+])  # fmt: skip
 def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, words):
     folder = write_model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
@@ -214,14 +202,11 @@ def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, wor
     assert words in message
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] + m.content }}{% endfor %}{{ strftime_now('%Y') }}",
-        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages | tojson }}",
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] + m.content }}{% endfor %}{{ strftime_now('%Y') }}",
+    "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages | tojson }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}",
+])  # fmt: skip
 def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
     inspect_model(config(chat_template=template), ask_hub=False)
 

@@ -188,14 +188,11 @@ def test_megatron_rules_do_not_apply_to_fsdp():
     assert config.notes == ()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+@pytest.mark.parametrize("changes", [
         {"train_backend": "megatron", "megatron_tensor_parallel_size": 2, "inference_num_workers": 3},
         {"train_backend": "megatron", "megatron_tensor_parallel_size": 4},
         {"fsdp_context_parallel_size": 2, "inference_num_workers": 3},
-    ],
-)
+])  # fmt: skip
 def test_an_adjusted_default_breaks_no_earlier_rule(changes):
     with pytest.raises(ConfigError, match=r"parallel_size|trainer_num_workers"):
         build({"share_gpus": True, **changes})
@@ -208,9 +205,7 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
     assert build({"share_gpus": True, "inference_num_workers": 4, **megatron}).megatron_use_distributed_optimizer
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "others"),
-    [
+@pytest.mark.parametrize(("field", "value", "others"), [
         ("megatron_tensor_parallel_size", 2, {}),
         ("lora_alpha", 16, {}),
         ("weight_broadcast_free_grad_buffers", True, {}),
@@ -225,36 +220,26 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
         ("clip_high", 0.28, {}), ("clip_high", 0.28, {"algorithm": "sapo"}), ("ppo_clip_ref_logprobs", "batch", {}),
         ("sapo_tau_neg", 2, {}), ("dr_grpo_loss_agg_mode", "token_sum_norm", {}), ("tis_cap", 3, {}),
         ("prompt_prefetch_buffer_size", 9, {"enable_prompt_prefetch": False}), ("checkpoint_keep_every", 100, {}),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_a_field_that_another_switches_off_is_named(field, value, others):
     (remark,) = [text for text in remarks(build({**others, field: value})) if "no effect" in text]
     assert remark.startswith(f"{field} has no effect, because ")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+@pytest.mark.parametrize("values", [
         {"clip_high": 0.28, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch", "use_tis": True, "tis_cap": 3},
         {"clip_high": 0.28, "algorithm": "cispo", "ppo_clip_ref_logprobs": "batch"},
         {"algorithm": "sapo", "sapo_tau_neg": 2, "checkpoint_keep_every": 100, "checkpoint_keep_last": 2},
         {"algorithm": "dr_grpo", "dr_grpo_loss_agg_mode": "token_sum_norm", "prompt_prefetch_buffer_size": 9},
-    ],
-)
+])  # fmt: skip
 def test_fields_of_what_is_on_have_no_remark(values):
     assert remarks(build(values)) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"warmup_steps": 20, "number_of_steps": 5},
-            "the learning rate ends at 25% of learning_rate. Lower warmup_steps",
-        ),
+@pytest.mark.parametrize(("values", "words"), [
+    ({"warmup_steps": 20, "number_of_steps": 5}, "the learning rate ends at 25% of learning_rate. Lower warmup_steps"),
         ({"prompts_batch_size_for_trainer": 1, "group_size": 2, "trainer_num_workers": 4}, "has 2 samples for 4 ranks"),
-    ],
-)
+])  # fmt: skip
 def test_a_warm_up_beyond_the_end_is_named_and_so_is_a_batch_below_the_ranks(values, words):
     (remark,) = remarks(build(values))
     assert words in remark
@@ -286,15 +271,12 @@ def test_a_run_without_checkpoints_is_told_that_it_cannot_be_resumed(every, coun
     assert ["so a stopped run cannot be resumed. Set checkpoint_every" in text for text in found] == [True] * count
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "dtype", "is_remarked"),
-    [
+@pytest.mark.parametrize(("flags", "device", "dtype", "is_remarked"), [
         ({"avx2", "avx512f"}, "cpu", "bfloat16", True), ({"avx2", "avx512f"}, "cpu", None, False),
         ({"avx2", "avx512f"}, "cpu", "float32", False), ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
         ({"avx2", "avx512f"}, None, "bfloat16", False), ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
         ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False), (set(), "cpu", "bfloat16", False),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_bfloat16_is_remarked_on_a_cpu_that_emulates_it(monkeypatch, flags, device, dtype, is_remarked):
     monkeypatch.setattr("telescope.config.remarks.cpu_flags", lambda: frozenset(flags))
     found = remarks_on_place(build({"mixed_precision_dtype": dtype}), device, None)

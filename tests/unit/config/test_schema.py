@@ -53,18 +53,15 @@ def test_a_field_cannot_be_assigned():
         config().learning_rate = 1.0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: c.wandb_tags.append("x"),
-        lambda c: c.wandb_tags.__setitem__(0, "x"),
-        lambda c: c.environments.clear(),
-        lambda c: c.environments[0].kwargs.update(a=1),
-        lambda c: c.environments[0].kwargs["nested"]["deep"].append(1),
-        lambda c: c.environments[0].kwargs["nested"].pop("deep"),
-        lambda c: c.ray_runtime_env["env_vars"].setdefault("A", "b"),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda c: c.wandb_tags.append("x"),
+    lambda c: c.wandb_tags.__setitem__(0, "x"),
+    lambda c: c.environments.clear(),
+    lambda c: c.environments[0].kwargs.update(a=1),
+    lambda c: c.environments[0].kwargs["nested"]["deep"].append(1),
+    lambda c: c.environments[0].kwargs["nested"].pop("deep"),
+    lambda c: c.ray_runtime_env["env_vars"].setdefault("A", "b"),
+])  # fmt: skip
 def test_nothing_inside_a_config_can_be_changed(change):
     frozen = config(
         environments=[{"name": "a", "kwargs": {"nested": {"deep": [1]}}}], ray_runtime_env={"env_vars": {"A": "1"}}

@@ -83,17 +83,14 @@ def test_what_is_no_document_is_refused_in_a_sentence(user, body):
     assert message.endswith(".") and "\n" not in message and "pydantic" not in message
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Origin": "http://localhost"}, 200),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Origin": "http://localhost:3000"}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Host": "evil.example"}, 403),
-        ({"Content-Type": "text/plain"}, 415),
-    ],
-)
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Origin": "http://localhost"}, 200),
+    ({"Origin": "http://evil.example"}, 403),
+    ({"Origin": "http://localhost:3000"}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Host": "evil.example"}, 403),
+    ({"Content-Type": "text/plain"}, 415),
+])  # fmt: skip
 def test_only_pages_of_this_server_write(user, tmp_path, headers, status):
     assert put(user, "notes", "x", **headers).status_code == status
     assert len(files(tmp_path)) == (status == 200)

@@ -33,16 +33,13 @@ def static(tmp_path):
     return tmp_path / "static"
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200), ({"Host": "127.0.0.1:8005"}, 200), ({"Host": "[::1]:8005"}, 200), ({"Host": "evil.example"}, 403),
-        ({"Host": "192.0.2.7"}, 403), ({"Host": "["}, 403), ({"Host": "localhost", "Origin": "http://localhost"}, 200),
-        ({"Host": "localhost:8005", "Origin": "http://localhost:5173"}, 403),
-        ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://["}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("headers", "status"), [
+    ({}, 200), ({"Host": "127.0.0.1:8005"}, 200), ({"Host": "[::1]:8005"}, 200), ({"Host": "evil.example"}, 403),
+    ({"Host": "192.0.2.7"}, 403), ({"Host": "["}, 403), ({"Host": "localhost", "Origin": "http://localhost"}, 200),
+    ({"Host": "localhost:8005", "Origin": "http://localhost:5173"}, 403),
+    ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://["}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+])  # fmt: skip
 def test_host_and_origin_are_checked(client, headers, status):
     assert client.get("/api/runs", headers=headers).status_code == status
 
@@ -60,15 +57,12 @@ def test_every_answer_has_the_headers_of_safety(client):
         assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("//etc/passwd", "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt"),
-        *("/link.txt", "/assets/../../secret.txt", "/assets/%2e%2e%2f%2e%2e%2fsecret.txt", "/%2fetc%2fpasswd"),
-        *("/..%5csecret.txt", "/a%00b", "/api/runs/..%2f..%2fetc%2fpasswd", "/api/runs/%2e%2e/steps"),
-        *("/api/runs//etc/passwd", "/api/runs/%2Fetc/steps", "/" + "a" * 10_000),
-    ],
-)
+@pytest.mark.parametrize("path", [
+    *("//etc/passwd", "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt"),
+    *("/link.txt", "/assets/../../secret.txt", "/assets/%2e%2e%2f%2e%2e%2fsecret.txt", "/%2fetc%2fpasswd"),
+    *("/..%5csecret.txt", "/a%00b", "/api/runs/..%2f..%2fetc%2fpasswd", "/api/runs/%2e%2e/steps"),
+    *("/api/runs//etc/passwd", "/api/runs/%2Fetc/steps", "/" + "a" * 10_000),
+])  # fmt: skip
 def test_no_path_leads_out(root, static, path):
     answer = TestClient(create_app([root], static=static)).get(f"http://localhost{path}")
     assert "root:" not in answer.text and answer.text != "secret"
@@ -107,15 +101,12 @@ def test_opening_the_printed_address_never_leads_to_another_host(root, static):
     assert answer.headers["location"].startswith("/evil.example")
 
 
-@pytest.mark.parametrize(
-    ("users", "shared"),
-    [
-        ([(0, "/bin/bash"), (33, "/bin/sh"), (1000, "/bin/zsh")], False),
-        ([(1000, "/bin/zsh"), (1001, "/usr/sbin/nologin"), (65534, "/bin/sh")], False),
-        ([(1000, "/bin/zsh"), (1001, "/bin/bash")], True),
-        ([(1000, "/bin/zsh"), (1_200_345, "/bin/bash")], True),
-    ],
-)
+@pytest.mark.parametrize(("users", "shared"), [
+    ([(0, "/bin/bash"), (33, "/bin/sh"), (1000, "/bin/zsh")], False),
+    ([(1000, "/bin/zsh"), (1001, "/usr/sbin/nologin"), (65534, "/bin/sh")], False),
+    ([(1000, "/bin/zsh"), (1001, "/bin/bash")], True),
+    ([(1000, "/bin/zsh"), (1_200_345, "/bin/bash")], True),
+])  # fmt: skip
 def test_a_machine_with_accounts_of_other_people_is_shared(monkeypatch, users, shared):
     entries = [SimpleNamespace(pw_uid=uid, pw_shell=shell) for uid, shell in users]
     monkeypatch.setattr(safety.pwd, "getpwall", lambda: entries)
@@ -124,13 +115,10 @@ def test_a_machine_with_accounts_of_other_people_is_shared(monkeypatch, users, s
     assert safety.is_shared() == shared
 
 
-@pytest.mark.parametrize(
-    ("shared", "flags", "has_token"),
-    [
-        (False, [], False), (True, [], True), (True, ["--no-token"], False), (False, ["--token"], True),
-        (False, ["--host", "0.0.0.0"], True), (False, ["--host", "0.0.0.0", "--no-token"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shared", "flags", "has_token"), [
+    (False, [], False), (True, [], True), (True, ["--no-token"], False), (False, ["--token"], True),
+    (False, ["--host", "0.0.0.0"], True), (False, ["--host", "0.0.0.0", "--no-token"], None),
+])  # fmt: skip
 def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, capsys, shared, flags, has_token):
     monkeypatch.setattr(safety, "is_shared", lambda: shared)
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
@@ -138,17 +126,14 @@ def test_the_address_has_a_secret_where_others_reach_it(monkeypatch, tmp_path, c
     assert ("?token=" in capsys.readouterr().out) == bool(has_token)
 
 
-@pytest.mark.parametrize(
-    ("environment", "flags", "opens"),
-    [
-        ({"DISPLAY": ":0"}, [], True),
-        ({"WAYLAND_DISPLAY": "wayland-0"}, [], True),
-        ({}, [], False),
-        ({"DISPLAY": ":10", "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"}, [], False),
-        ({"DISPLAY": ":0"}, ["--no-browser"], False),
-        ({"DISPLAY": ":0"}, ["--token"], False),
-    ],
-)
+@pytest.mark.parametrize(("environment", "flags", "opens"), [
+    ({"DISPLAY": ":0"}, [], True),
+    ({"WAYLAND_DISPLAY": "wayland-0"}, [], True),
+    ({}, [], False),
+    ({"DISPLAY": ":10", "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"}, [], False),
+    ({"DISPLAY": ":0"}, ["--no-browser"], False),
+    ({"DISPLAY": ":0"}, ["--token"], False),
+])  # fmt: skip
 def test_a_browser_opens_on_a_desktop_unless_others_would_see_the_secret(
     monkeypatch, tmp_path, environment, flags, opens
 ):

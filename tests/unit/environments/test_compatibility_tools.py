@@ -125,17 +125,14 @@ def test_the_state_counts_calls_and_keeps_results():
     assert state.custom["tools_by_name"] == {"add": 2, "fail": 1}
 
 
-@pytest.mark.parametrize(
-    ("answer", "success", "result", "error"),
-    [
-        (CALL, True, "3", None),
-        (CALL.replace("add", "both"), True, "{'a': [1], 'b': None}", None),
-        (FAILURE, False, "ValueError: no luck", "ValueError"),
-        (CALL.replace("add", "sub"), False, "there is no tool 'sub'.", "unknown_tool"),
-        (CALL.replace('"a"', '"c"'), False, "add: a is missing", "argument_error"),
-        ("<tool_call>add", False, "The tool call is not valid JSON", "unreadable_call"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "success", "result", "error"), [
+    (CALL, True, "3", None),
+    (CALL.replace("add", "both"), True, "{'a': [1], 'b': None}", None),
+    (FAILURE, False, "ValueError: no luck", "ValueError"),
+    (CALL.replace("add", "sub"), False, "there is no tool 'sub'.", "unknown_tool"),
+    (CALL.replace('"a"', '"c"'), False, "add: a is missing", "argument_error"),
+    ("<tool_call>add", False, "The tool call is not valid JSON", "unreadable_call"),
+])  # fmt: skip
 def test_the_result_of_a_tool_is_text_and_its_error_a_kind(answer, success, result, error):
     seen = []
 
@@ -155,20 +152,17 @@ def test_the_object_that_a_tool_returned_is_kept_beside_the_text():
     assert (result.result, result.value) == ("2", 2)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("add(a=1, b=2)", "[add] 3"),
-        ("I need add(1, 2) here.", "[add] 3"),
-        ("add(a=1) and add(a=-2, b=5)", "Tool 1: [add] 2\nTool 2: [add] 3"),
-        ('<function=add>{"a": 4}</function>', "[add] 5"),
-        ("add(a=x)", "[add] Error: The call of add cannot be read (ValueError): write it as add(parameter=value) with"),
-        ("add(1, b=2)", "[add] Error: The call of add cannot be read: write it as add(parameter=value) with"),
-        ("add(a=1", "[add] Error: The call of add has no closing parenthesis."),
-        ("add(a=__import__('os').getpid())", "[add] Error: The call of add cannot be read (ValueError)"),
-        ("add(c=1)", "[add] Error: add: a is missing; c is not a parameter. It takes: a, b."),
-    ],
-)
+@pytest.mark.parametrize(("answer", "text"), [
+    ("add(a=1, b=2)", "[add] 3"),
+    ("I need add(1, 2) here.", "[add] 3"),
+    ("add(a=1) and add(a=-2, b=5)", "Tool 1: [add] 2\nTool 2: [add] 3"),
+    ('<function=add>{"a": 4}</function>', "[add] 5"),
+    ("add(a=x)", "[add] Error: The call of add cannot be read (ValueError): write it as add(parameter=value) with"),
+    ("add(1, b=2)", "[add] Error: The call of add cannot be read: write it as add(parameter=value) with"),
+    ("add(a=1", "[add] Error: The call of add has no closing parenthesis."),
+    ("add(a=__import__('os').getpid())", "[add] Error: The call of add cannot be read (ValueError)"),
+    ("add(c=1)", "[add] Error: add: a is missing; c is not a parameter. It takes: a, b."),
+])  # fmt: skip
 def test_the_function_format_reads_python_calls_with_literals(answer, text):
     assert respond(Sums(tool_call_format="function"), answer)[0]["content"].startswith(text)
 

@@ -46,49 +46,43 @@ def test_the_full_form_works_the_same():
     assert (reward, replies) == (1.0, [["19"], ["57"]])
 
 
-@pytest.mark.parametrize(
-    ("completions", "right"),
-    [
-        (("<call>12+7</call>", "<call>19*3</call>", "<answer>57</answer>"), [1.0, 1.0, 1.0]),
-        (("<call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),  # rewarded, and not what was due
-        (("<call>12+7</call>", "<call>19*2</call>", "<answer>38</answer>"), [1.0, 0.0, 0.0]),
-        (("<call>12+7</call><call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),
-        (("<call>12+7</call>",), [1.0, 0.0, 0.0]),
-    ],
-)
+@pytest.mark.parametrize(("completions", "right"), [
+    (("<call>12+7</call>", "<call>19*3</call>", "<answer>57</answer>"), [1.0, 1.0, 1.0]),
+    (("<call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),  # rewarded, and not what was due
+    (("<call>12+7</call>", "<call>19*2</call>", "<answer>38</answer>"), [1.0, 0.0, 0.0]),
+    (("<call>12+7</call><call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),
+    (("<call>12+7</call>",), [1.0, 0.0, 0.0]),
+])  # fmt: skip
 def test_each_expected_turn_is_recorded_as_correct_or_not(completions, right):
     result, _ = result_of(*completions)
     assert [turn["correct"] for turn in result.info_turns] == right
 
 
-@pytest.mark.parametrize(
-    "completions",
-    [
-        ("<answer>57</answer>",),  # without the calculator
-        ("12+7*3",),  # the prompt, echoed
-        ("<answer>12+7*3</answer>",),
-        ("<call>12+7*3</call>", "<answer>57</answer>"),  # more than the calculator takes
-        ("<call>19*3</call>", "<answer>57</answer><answer>58</answer>"),
-        ("<call>19*3</call>", "<answer>57"),
-        ("<call>19*3</call>", "<answer>57 or 58</answer>"),
-        ("<call>19*3</call>", "<answer>57.0</answer>"),
-        ("<call>19*3</call>", "<answer>\u0665\u0667</answer>"),
-        ("<call>19*3</call>", "<answer>\uff15\uff17</answer>"),
-        ("<call>\uff11\uff19*3</call>", "<answer>57</answer>"),
-        ("<call>19*3</call>", "<answer>" + "9" * 5000 + "</answer>"),
-        ("<call>19*3</call>", "<think><answer>57</answer></think>"),
-        ("<call>9**9**9</call>", "<answer>57</answer>"),
-        ("<call>9e9*9</call>", "<answer>57</answer>"),
-        ("<call>__import__('os')</call>", "<answer>57</answer>"),
-        ("<call>57/0</call>", "<answer>57</answer>"),
-        ("<call></call>", "<answer>57</answer>"),
-        ("<call>999999999*999999999</call>", "<answer>57</answer>"),
-        ("<call>57</call>", "<answer>57</answer>"),  # no operation
-        ("<call>12+7</call>", "<call>19*3</call><answer>57</answer>"),  # never came to an answer
-        ("<call>19*3</call>",) * 10,
-        ("call>19*3</call>", "<answer>57</answer>"),
-    ],
-)
+@pytest.mark.parametrize("completions", [
+    ("<answer>57</answer>",),  # without the calculator
+    ("12+7*3",),  # the prompt, echoed
+    ("<answer>12+7*3</answer>",),
+    ("<call>12+7*3</call>", "<answer>57</answer>"),  # more than the calculator takes
+    ("<call>19*3</call>", "<answer>57</answer><answer>58</answer>"),
+    ("<call>19*3</call>", "<answer>57"),
+    ("<call>19*3</call>", "<answer>57 or 58</answer>"),
+    ("<call>19*3</call>", "<answer>57.0</answer>"),
+    ("<call>19*3</call>", "<answer>\u0665\u0667</answer>"),
+    ("<call>19*3</call>", "<answer>\uff15\uff17</answer>"),
+    ("<call>\uff11\uff19*3</call>", "<answer>57</answer>"),
+    ("<call>19*3</call>", "<answer>" + "9" * 5000 + "</answer>"),
+    ("<call>19*3</call>", "<think><answer>57</answer></think>"),
+    ("<call>9**9**9</call>", "<answer>57</answer>"),
+    ("<call>9e9*9</call>", "<answer>57</answer>"),
+    ("<call>__import__('os')</call>", "<answer>57</answer>"),
+    ("<call>57/0</call>", "<answer>57</answer>"),
+    ("<call></call>", "<answer>57</answer>"),
+    ("<call>999999999*999999999</call>", "<answer>57</answer>"),
+    ("<call>57</call>", "<answer>57</answer>"),  # no operation
+    ("<call>12+7</call>", "<call>19*3</call><answer>57</answer>"),  # never came to an answer
+    ("<call>19*3</call>",) * 10,
+    ("call>19*3</call>", "<answer>57</answer>"),
+])  # fmt: skip
 def test_an_answer_without_the_calculator_or_of_another_form_earns_nothing(completions):
     reward, metrics, _ = play(*completions)
     assert (reward, metrics["correct"]) == (0.0, 0.0)

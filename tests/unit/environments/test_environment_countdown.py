@@ -76,32 +76,26 @@ def test_the_split_does_not_depend_on_the_order_of_the_numbers(numbers, target):
     assert is_held_out(numbers, target) == is_held_out([3, 5, 7, 12], target)
 
 
-@pytest.mark.parametrize(
-    ("completion", "correct", "well_formed"),
-    [
-        ("<answer>3+7+12</answer>", 1, 1), ("I think.\n<answer> (12 + 7) + 3 </answer>\n", 1, 1),
-        ("<think>12+12=24 <answer>1</answer></think><answer>3+7+12</answer>", 1, 1),
-        ("still thinking</think><answer>3+7+12</answer>", 1, 1), ("<answer>3+7</answer>", 0, 1),
-        ("<answer>3+7+12+0</answer>", 0, 1), ("<answer>7+7+3+3+2</answer>", 0, 1),
-        ("<answer>12+7+7-7+3</answer>", 0, 1), ("<answer>22</answer>", 0, 1), ("<answer>3/(7-7)+12</answer>", 0, 1),
-        ("<answer>3+7+12</answer> done", 1, 0), ("<answer>1+1</answer><answer>3+7+12</answer>", 1, 0),
-        ("<answer>3+7+12</answer><answer>1+1</answer>", 0, 0), ("<answer>3+7+12=22</answer>", 0, 0),
-        ("<answer>95**97**99</answer>", 0, 0), ("<answer>-3+7+12</answer>", 0, 0),
-        ("<answer>" + "(" * 10_000 + "</answer>", 0, 0), ("<answer>3+7+12", 0, 0), ("3+7+12", 0, 0),
-        ("</answer>3+7+12<answer>", 0, 0), ("<think><answer>3+7+12</answer>", 0, 0), ("", 0, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "correct", "well_formed"), [
+    ("<answer>3+7+12</answer>", 1, 1), ("I think.\n<answer> (12 + 7) + 3 </answer>\n", 1, 1),
+    ("<think>12+12=24 <answer>1</answer></think><answer>3+7+12</answer>", 1, 1),
+    ("still thinking</think><answer>3+7+12</answer>", 1, 1), ("<answer>3+7</answer>", 0, 1),
+    ("<answer>3+7+12+0</answer>", 0, 1), ("<answer>7+7+3+3+2</answer>", 0, 1),
+    ("<answer>12+7+7-7+3</answer>", 0, 1), ("<answer>22</answer>", 0, 1), ("<answer>3/(7-7)+12</answer>", 0, 1),
+    ("<answer>3+7+12</answer> done", 1, 0), ("<answer>1+1</answer><answer>3+7+12</answer>", 1, 0),
+    ("<answer>3+7+12</answer><answer>1+1</answer>", 0, 0), ("<answer>3+7+12=22</answer>", 0, 0),
+    ("<answer>95**97**99</answer>", 0, 0), ("<answer>-3+7+12</answer>", 0, 0),
+    ("<answer>" + "(" * 10_000 + "</answer>", 0, 0), ("<answer>3+7+12", 0, 0), ("3+7+12", 0, 0),
+    ("</answer>3+7+12<answer>", 0, 0), ("<think><answer>3+7+12</answer>", 0, 0), ("", 0, 0),
+])  # fmt: skip
 def test_answers_are_judged_by_value_numbers_and_form(completion, correct, well_formed):
     assert metrics(completion) == {"correct": correct, "format": well_formed}
 
 
-@pytest.mark.parametrize(
-    ("answer", "numbers", "target", "options", "correct"),
-    [
-        ("5+5+1", (5, 5, 1), 11, {}, 1), ("5+5+1", (5, 1, 1), 11, {}, 0),
-        ("3*4", (3, 4), 12, {}, 1), ("3*4", (3, 4), 12, {"operations": "+-"}, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "numbers", "target", "options", "correct"), [
+    ("5+5+1", (5, 5, 1), 11, {}, 1), ("5+5+1", (5, 1, 1), 11, {}, 0),
+    ("3*4", (3, 4), 12, {}, 1), ("3*4", (3, 4), 12, {"operations": "+-"}, 0),
+])  # fmt: skip
 def test_a_number_is_used_as_often_as_given_by_allowed_operations(answer, numbers, target, options, correct):
     found = metrics(f"<answer>{answer}</answer>", numbers, target, **options)
     assert found == {"correct": correct, "format": 1}
@@ -136,19 +130,16 @@ def test_prompts_may_be_replaced_or_null():
     assert [message["content"] for message in own.build_messages("q")] == ["S", "I\n\nq"]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"prompt_style": "long"}, 'prompt_style is "long", but it must be one of "full", "short"'),
-        ({"operations": "+^"}, "operations is"),
-        ({"dataset": "local"}, 'dataset is "local", but it must be one of "auto", "hub", "generated"'),
-        ({"portion": "test"}, 'portion is "test", but it must be one of "all", "train", "heldout"'),
-        ({"min_numbers": 5}, "min_numbers is 5, above max_numbers"),
-        ({"min_number": -1}, "min_number is -1, but it must be at least 0"),
-        ({"num_samples": 10**6, **SMALL}, "Lower num_samples or widen"),
-        ({"seeds": 3}, r"'seeds'\. Did you mean 'seed'\?"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "words"), [
+    ({"prompt_style": "long"}, 'prompt_style is "long", but it must be one of "full", "short"'),
+    ({"operations": "+^"}, "operations is"),
+    ({"dataset": "local"}, 'dataset is "local", but it must be one of "auto", "hub", "generated"'),
+    ({"portion": "test"}, 'portion is "test", but it must be one of "all", "train", "heldout"'),
+    ({"min_numbers": 5}, "min_numbers is 5, above max_numbers"),
+    ({"min_number": -1}, "min_number is -1, but it must be at least 0"),
+    ({"num_samples": 10**6, **SMALL}, "Lower num_samples or widen"),
+    ({"seeds": 3}, r"'seeds'\. Did you mean 'seed'\?"),
+])  # fmt: skip
 def test_invalid_arguments_name_the_field_the_value_and_the_fix(kwargs, words):
     with pytest.raises(UserError, match=words):
         len(get_environment("countdown", **{"dataset": "generated", **kwargs}))

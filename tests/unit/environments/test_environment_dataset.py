@@ -191,9 +191,7 @@ def test_a_subset_is_a_subfolder(tmp_path):
 SENT = {"role": "assistant", "content": "0"}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "message"),
-    [
+@pytest.mark.parametrize(("prompt", "answer", "message"), [
         ([USER | {"content": None}], 0, "the content of a message is 'None', not text"),
         ([USER | {"content": [{"type": "image_url"}]}], 0, "image_url.*, not text"),
         (["a", "b"], 0, "'a' is no message"),
@@ -202,8 +200,7 @@ SENT = {"role": "assistant", "content": "0"}
         ([SYSTEM], 0, "its last message is of the role 'system'"),
         (f"[{USER}\n {USER}]", 0, "neither JSON nor"),
         ("?", {"value": 5}, "has fields. Name one, as in answer: column.value"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_unusable_rows_are_left_out_and_refused_if_most_are(tmp_path, caplog, prompt, answer, message):
     bad, good = {"prompt": prompt, "answer": answer}, {"prompt": "1?", "answer": 1}
     environment = made(write(tmp_path / "some.jsonl", [good, good, bad]))
@@ -251,9 +248,7 @@ def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_ans
     assert "Left out without a prompt or an answer: 1 row." in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("row", "kwargs", "messages"),
-    [
+@pytest.mark.parametrize(("row", "kwargs", "messages"), [
         (GSM8K, {}, [f"{INSTRUCTION_PROMPT}\n\nHow many clips?"]),
         (VERL, {}, ["Be brief.", f"{INSTRUCTION_PROMPT}\n\n1 - 1?"]),
         (VERL, {"instruction_prompt": None}, ["Be brief.", "1 - 1?"]),
@@ -261,8 +256,7 @@ def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_ans
         (TRL, {"system_prompt": "S", "reward": "regex", "pattern": "[0-9]+"}, ["S", "1 - 1?"]),
         ({"prompt": "1? Answer after ####.", "answer": "1"}, {}, ["1? Answer after ####."]),
         ({"prompt": "1?", "answer": "1"}, {"reward": "exact"}, ["<answer>", "1?"]),
-    ],
-)
+])  # fmt: skip
 def test_the_form_of_the_answer_is_asked_for_unless_the_prompt_does(tmp_path, row, kwargs, messages):
     environment = made(write(tmp_path / "rows.json", [row]), **kwargs)
     contents = [message["content"] for message in environment.build_messages(environment.get_sample(0).prompt)]
@@ -272,13 +266,10 @@ def test_the_form_of_the_answer_is_asked_for_unless_the_prompt_does(tmp_path, ro
         assert contents == messages
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
+@pytest.mark.parametrize(("completion", "expected"), [
         ("<answer> Blue\n sky </answer>", (1.0, 1.0)), ("Blue sky", (1.0, 0.0)), (r"\boxed{Blue sky}", (1.0, 1.0)),
         ("#### Blue sky", (1.0, 1.0)), ("<answer>blue sky</answer>", (0.0, 1.0)), ("", (0.0, 0.0)),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_exact_compares_texts(tmp_path, completion, expected):
     environment = made(write(tmp_path / "rows.json", [{"prompt": "?", "answer": "Blue sky"}]), reward="exact")
     reward = reward_of(environment, completion)
@@ -387,9 +378,7 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
     assert [reward_of(logs, "abc", item)["hints"] for item in (0, 1)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+@pytest.mark.parametrize(("kwargs", "message"), [
         ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
         ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
         ({"path": "train.jsonl", "subset": "hard"}, "is a file, which has no subset 'hard'. Leave it out"),
@@ -425,8 +414,7 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
         ({"path": "broken.parquet"}, "broken.parquet cannot be read"),
         ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"), ({"path": "saved"}, r"of save_to_disk.*to_parquet\("),
         ({"path": "train.jsonl", "reward": "ends.py:f"}, r"cannot be imported: SystemExit: 0 at .*ends.py:1"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, kwargs, message):
     folder = tmp_path / "data"
     folder.mkdir()

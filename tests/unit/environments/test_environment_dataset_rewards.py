@@ -34,16 +34,13 @@ def rows(tmp_path) -> str:
     return write(tmp_path / "rows.jsonl", [ROW])
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "shown"),
-    [
-        ({}, "The answer is correct."),
-        ({"criteria": "It is polite."}, "It is polite."),
-        ({"criteria": {"It is polite.": 2, "It is rude.": -1}}, "criterion_2: It is rude."),
-        ({"criteria": "rubric"}, "criterion_1: It is short."),
-        ({"criteria": "weights"}, "criterion_1: It is short."),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "shown"), [
+    ({}, "The answer is correct."),
+    ({"criteria": "It is polite."}, "It is polite."),
+    ({"criteria": {"It is polite.": 2, "It is rude.": -1}}, "criterion_2: It is rude."),
+    ({"criteria": "rubric"}, "criterion_1: It is short."),
+    ({"criteria": "weights"}, "criterion_1: It is short."),
+])  # fmt: skip
 def test_a_judge_sees_question_answer_reference_and_criteria(rows, kwargs, shown):
     with judge_server(lambda body: grades(body, 8)) as (url, requests):
         environment = made(rows, reward=["judge", "exact"], judge=JUDGE | {"url": url}, **kwargs)
@@ -141,43 +138,34 @@ async def test_a_rollout_by_its_path_returns_an_answer_to_score_or_a_result(rows
         await number.rollout(number.get_sample(0), context)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"reward": "judge"}, r"reward: judge needs judge: \{url: ..., model: ...\} in its kwargs"),
-        ({"reward": "judge", "judge": {"url": "policy"}}, "url: policy needs a rollout"),
-        ({"reward": "judge", "judge": {"url": "http://x"}}, r"model is ''; set http"),
-        ({"criteria": "It is short."}, "criteria belongs to reward: judge, and reward is 'math'. Leave it out"),
-        ({"judge": JUDGE}, "judge belongs to reward: judge, and reward is 'math'. Add it, or leave it out"),
-        ({"code": {}}, "code belongs to reward: code"),
-        ({"reward": "code", "code": {"timeout_per_tset": 3}}, "no keyword argument 'timeout_per_tset'. Did you mean"),
-        ({"reward": "code", "code": {"provider": "locl"}}, "provider='locl' is not known"),
-        ({"reward": "code"}, r"rows.jsonl has no tests \(tests, .*Set tests to a column"),
-        ({"reward": "code", "tests": "answer"}, r"'Paris' is not of the form \{\"inputs\": \[...\], \"outputs\""),
-        (
-            {"reward": "judge", "judge": JUDGE, "criteria": {"a": "two"}},
-            r'criteria\.a is "two", but it must be a number',
-        ),
-        (
-            {"reward": "judge", "judge": JUDGE, "criteria": 3},
-            "criteria is 3, but it must be text; put .*, or a map",
-        ),
-        ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
-        ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
-        ({"reward": "judge", "judge": JUDGE, "criteria": "empty"}, r"'None' has no criteria. Write a text"),
-        (
-            {"reward": "judge", "judge": JUDGE, "criteria": {"short": 0}},
-            r"no criterion has a weight above 0: \{'short': 0\.0\}",
-        ),
-        ({"rollout": "agents.py:plain"}, "is no async function of a sample and a context"),
-        ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),
-        ({"tools": ["nowhere:tool"]}, "the tool 'nowhere:tool' cannot be imported"),
-        ({"tools": "agents.py:look_up"}, r"write a list: tools: \[agents.py:look_up\]"),
-        ({"tools": {"mcp": "server"}}, r"write a list: tools: \[\{'mcp': 'server'\}\]"),
-        ({"tool": ["agents.py:look_up"]}, "no keyword argument 'tool'. Did you mean 'tools'"),
-        ({"tools": ["shel"]}, "there is no tool 'shel'; use shell or sandbox_python"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"reward": "judge"}, r"reward: judge needs judge: \{url: ..., model: ...\} in its kwargs"),
+    ({"reward": "judge", "judge": {"url": "policy"}}, "url: policy needs a rollout"),
+    ({"reward": "judge", "judge": {"url": "http://x"}}, r"model is ''; set http"),
+    ({"criteria": "It is short."}, "criteria belongs to reward: judge, and reward is 'math'. Leave it out"),
+    ({"judge": JUDGE}, "judge belongs to reward: judge, and reward is 'math'. Add it, or leave it out"),
+    ({"code": {}}, "code belongs to reward: code"),
+    ({"reward": "code", "code": {"timeout_per_tset": 3}}, "no keyword argument 'timeout_per_tset'. Did you mean"),
+    ({"reward": "code", "code": {"provider": "locl"}}, "provider='locl' is not known"),
+    ({"reward": "code"}, r"rows.jsonl has no tests \(tests, .*Set tests to a column"),
+    ({"reward": "code", "tests": "answer"}, r"'Paris' is not of the form \{\"inputs\": \[...\], \"outputs\""),
+    ({"reward": "judge", "judge": JUDGE, "criteria": {"a": "two"}}, r'criteria\.a is "two", but it must be a number'),
+    ({"reward": "judge", "judge": JUDGE, "criteria": 3}, "criteria is 3, but it must be text; put .*, or a map"),
+    ({"reward": "judge", "judge": JUDGE, "criteria": "[1]"}, r"'\[1\]' has no criteria. Write a text"),
+    ({"reward": "judge", "judge": JUDGE, "criteria": "rubrik"}, "criteria is 'rubrik'. Did you mean 'rubric'?"),
+    ({"reward": "judge", "judge": JUDGE, "criteria": "empty"}, r"'None' has no criteria. Write a text"),
+    (
+        {"reward": "judge", "judge": JUDGE, "criteria": {"short": 0}},
+        r"no criterion has a weight above 0: \{'short': 0\.0\}",
+    ),
+    ({"rollout": "agents.py:plain"}, "is no async function of a sample and a context"),
+    ({"rollout": "agents.py:agnt"}, r"has no function 'agnt'\. It has: agent, scorer, number, plain, look_up"),
+    ({"tools": ["nowhere:tool"]}, "the tool 'nowhere:tool' cannot be imported"),
+    ({"tools": "agents.py:look_up"}, r"write a list: tools: \[agents.py:look_up\]"),
+    ({"tools": {"mcp": "server"}}, r"write a list: tools: \[\{'mcp': 'server'\}\]"),
+    ({"tool": ["agents.py:look_up"]}, "no keyword argument 'tool'. Did you mean 'tools'"),
+    ({"tools": ["shel"]}, "there is no tool 'shel'; use shell or sandbox_python"),
+])  # fmt: skip
 def test_a_mistake_names_the_field_and_the_fix(rows, tmp_path, monkeypatch, kwargs, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as raised:

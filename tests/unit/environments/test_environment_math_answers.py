@@ -13,28 +13,22 @@ from telescope.environments.math_notation import normalize_answer
 from telescope.environments.parsers import extract_stated_answer, verify_math_answer
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
+@pytest.mark.parametrize(("answer", "expected"), [
         ("42", "42"), ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), (r"$\sqrt{8}$", r"2\sqrt{2}"),
         ("2x+1", "1+2x"), (r"50\%", "0.5"), (r"\{1, 2\}", r"\{2, 1\}"), (r"(-\infty, 3]", r"(-\infty,3]"),
         (r"1\,000\,000", "1,000,000"), (r"12\ 345", r"12,\!345"), ("120\u00b0", r"120^\circ"),
         ("June 20", r"\text{June 20}"), ("2516_{8}", "2516_8"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_equal_answers_are_equal_however_they_are_written(answer, expected):
     assert verify_math_answer(answer, expected, timeout_seconds=60.0)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+@pytest.mark.parametrize("answer", [
         "", "4", "3 or 4", r"3 \text{ or } 4", "1,2,3,4", "3;4", "3 = 4", r"3 \neq 4", r"\{1,2,3\}", r"3} \boxed{4",
         "$3$ $4$", "x", r"\infty", "{3}{4}", r"\text{3}4", "\u0663", "\ud800", "3" * 2000, "{" * 500,
         "__import__('os').system('true')",
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_other_texts_are_not_equal_to_the_answer(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
 
@@ -210,9 +204,7 @@ def test_any_text_is_compared_without_an_error(text):
     is_rewarded("5", text)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+@pytest.mark.parametrize(("text", "answer"), [
         ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
         ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
         (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
@@ -230,8 +222,7 @@ def test_any_text_is_compared_without_an_error(text):
         ("答案：72", "72"), ("所以答案是 $72$。", "$72$"), ("**答案：** 72，因为 48+24", "72"), ("Answer：72", "72"),
         ("答案：3，5", "3，5"),
         ("The answer is 5. The answer is 6.", "6"), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_the_final_answer_of_a_solution_is_found(text, answer):
     assert extract_stated_answer(text) == answer
     if answer:

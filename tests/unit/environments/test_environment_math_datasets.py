@@ -44,13 +44,10 @@ def test_deepscaler_rows_become_samples(monkeypatch):
     assert (result.total_reward, result.sample_tags) == (1.0, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        ("dapo_math", "prompt, reward_model"),
-        *[(name, "problem or question") for name in ("deepscaler", "hendrycks_math")],
-    ],
-)
+@pytest.mark.parametrize(("name", "missing"), [
+    ("dapo_math", "prompt, reward_model"),
+    *[(name, "problem or question") for name in ("deepscaler", "hendrycks_math")],
+])  # fmt: skip
 def test_a_dataset_without_its_columns_is_refused(monkeypatch, name, missing):
     serve_rows(monkeypatch, lambda *_: [{"text": "1 + 1?", "answer": "2"}])
     with pytest.raises(
@@ -122,15 +119,12 @@ def test_a_seed_shuffles(dapo):
     assert sorted(s.prompt for s in first) == sorted(s.prompt for s in dapo._loaded())
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "Answer: 5", "So:\n\n**Answer:** $5$.", "**Answer: 5**", "answer: x = 5", r"Answer: \boxed{5}.",
-        r"It is \boxed{5}.", "Answer: 7\nNo.\nAnswer: 5\nThat is all.", "<think>Answer: 7</think>Answer: 5",
-        "### Answer:\n\n5", "- _Answer_: 5", "So my Final Answer: 5",
-        "**Answer:**\n\\[\n\\boxed{5}\n\\]", "Answer:\n$$\n5\n$$", r"Answer: \[ 5 \]",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("completion", [
+    "Answer: 5", "So:\n\n**Answer:** $5$.", "**Answer: 5**", "answer: x = 5", r"Answer: \boxed{5}.",
+    r"It is \boxed{5}.", "Answer: 7\nNo.\nAnswer: 5\nThat is all.", "<think>Answer: 7</think>Answer: 5",
+    "### Answer:\n\n5", "- _Answer_: 5", "So my Final Answer: 5",
+    "**Answer:**\n\\[\n\\boxed{5}\n\\]", "Answer:\n$$\n5\n$$", r"Answer: \[ 5 \]",
+])  # fmt: skip
 def test_a_right_answer_in_the_asked_form_counts(dapo, completion):
     sample = dapo.get_sample(0)
     assert sample.answer == "5"

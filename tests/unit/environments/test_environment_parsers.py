@@ -14,14 +14,11 @@ from telescope.environments.parsers import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("no thinking", "no thinking"), ("<think>a</think> b", "b"), ("a<think>b</think>c<think>d</think>e", "ace"),
-        ("began in the prompt</think>b", "b"), ("a</think>b</think>c", "c"), ("</think>a<think>cut short", "a"),
-        ("[THINK]a[/THINK] b", "b"), ("<think>a<think>b</think>c", "c"), ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "kept"), [
+    ("no thinking", "no thinking"), ("<think>a</think> b", "b"), ("a<think>b</think>c<think>d</think>e", "ace"),
+    ("began in the prompt</think>b", "b"), ("a</think>b</think>c", "c"), ("</think>a<think>cut short", "a"),
+    ("[THINK]a[/THINK] b", "b"), ("<think>a<think>b</think>c", "c"), ("", ""),
+])  # fmt: skip
 def test_thinking_is_stripped_closed_or_not(text, kept):
     assert strip_think_tags(text) == kept
 
@@ -43,15 +40,12 @@ def test_the_last_tag_counts():
     assert extract_xml_tag("<a>1</a><b>2</b>", "a") == "1"
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{42}.", "42"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{a} \boxed{cut", "a"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"{ \boxed{3} }", "3"),
-        (r"} \boxed{4}", "4"), (r"\boxed{\boxed{5}}", r"\boxed{5}"), (r"\boxed {5}", "5"), (r"\boxed 5", "5"),
-        (r"\fbox{5}", "5"), (r"\boxed{1} or \boxed 5x", "1"), ("none", ""), (r"\boxed{" * 100_000, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"so \boxed{42}.", "42"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{a} \boxed{cut", "a"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"{ \boxed{3} }", "3"),
+    (r"} \boxed{4}", "4"), (r"\boxed{\boxed{5}}", r"\boxed{5}"), (r"\boxed {5}", "5"), (r"\boxed 5", "5"),
+    (r"\fbox{5}", "5"), (r"\boxed{1} or \boxed 5x", "1"), ("none", ""), (r"\boxed{" * 100_000, ""),
+])  # fmt: skip
 def test_boxes_are_balanced_and_the_last_complete_one_counts(text, answer):
     assert extract_boxed_answer(text) == answer
 

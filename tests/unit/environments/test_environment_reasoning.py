@@ -148,13 +148,10 @@ def test_shipped_environments_find_nothing_in_unfinished_reasoning(opened):
             assert environment.compute_reward(state).sample_metrics[metric] == count
 
 
-@pytest.mark.parametrize(
-    ("prompt", "opens"),
-    [
-        ("Q<think>", True), ("Q<think>\n\n", True), ("Q[THINK]", True), ("Write <think> tags.\nA:", False),
-        ("Q<think>\n\n</think>\n\n", False), ("Q", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "opens"), [
+    ("Q<think>", True), ("Q<think>\n\n", True), ("Q[THINK]", True), ("Write <think> tags.\nA:", False),
+    ("Q<think>\n\n</think>\n\n", False), ("Q", False),
+])  # fmt: skip
 def test_only_a_tag_at_the_end_of_a_prompt_opens_reasoning(prompt, opens):
     assert bool(opening_tag(prompt)) is opens
 

@@ -60,14 +60,11 @@ def test_a_task_is_also_an_eval():
     assert len(get_eval("reasoning_gym:chain_sum", size=3)) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        ("reasoning_gym:chain_sam", {}, "Did you mean 'chain_sum'"),
-        ("reasoning_gym", {}, "has no task ''"),
-        ("reasoning_gym:chain_sum", {"options": {"max_term": 3}}, "Did you mean 'max_terms'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kwargs", "message"), [
+    ("reasoning_gym:chain_sam", {}, "Did you mean 'chain_sum'"),
+    ("reasoning_gym", {}, "has no task ''"),
+    ("reasoning_gym:chain_sum", {"options": {"max_term": 3}}, "Did you mean 'max_terms'"),
+])  # fmt: skip
 def test_a_wrong_name_or_option_says_what_there_is(name, kwargs, message):
     with pytest.raises(UserError, match=message):
         len(get_environment(name, **kwargs))

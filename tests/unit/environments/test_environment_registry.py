@@ -126,19 +126,16 @@ def test_imported_and_abstract_classes_are_not_the_environment(write):
     assert type(get_environment("heirs", environments_path=[path])).__name__ == "Final"
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("x = 1", "defines no concrete subclass of Environment; imported classes do not count"),
-        (
-            "from telescope.environments.base import SingleTurnEnvironment\nclass A(SingleTurnEnvironment): ...",
-            r"A lacks compute_reward, load_dataset",
-        ),
-        (PLAIN.format(name="A") + PLAIN.format(name="B"), "defines several: A, B"),
-        ("import a_module_that_is_not_there", r"cannot be imported: ModuleNotFoundError.*environment\.py:1"),
-        ("def broken(:", r"environment\.py:1"),
-    ],
-)
+@pytest.mark.parametrize(("source", "words"), [
+    ("x = 1", "defines no concrete subclass of Environment; imported classes do not count"),
+    (
+        "from telescope.environments.base import SingleTurnEnvironment\nclass A(SingleTurnEnvironment): ...",
+        r"A lacks compute_reward, load_dataset",
+    ),
+    (PLAIN.format(name="A") + PLAIN.format(name="B"), "defines several: A, B"),
+    ("import a_module_that_is_not_there", r"cannot be imported: ModuleNotFoundError.*environment\.py:1"),
+    ("def broken(:", r"environment\.py:1"),
+])  # fmt: skip
 def test_a_module_without_exactly_one_concrete_class_is_an_error(write, source, words):
     path = write("bad", source)
     with pytest.raises(UserError, match=words):
@@ -340,16 +337,13 @@ assert environment.compute_reward("<answer>1</answer>", environment.get_sample(0
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"num_samples": "ten"}, 'num_samples is "ten", but it must be a whole number'),
-        ({"num_samples": 2.5}, "num_samples is 2.5, but it must be a whole number"),
-        ({"num_samples": [1]}, r"num_samples is \[1\], but it must be a whole number"),
-        ({"correct_reward": "much"}, 'correct_reward is "much", but it must be a number'),
-        ({"operations": 3}, "operations is 3, but it must be text; put it in quotes"),
-    ],
-)
+@pytest.mark.parametrize(("given", "problem"), [
+    ({"num_samples": "ten"}, 'num_samples is "ten", but it must be a whole number'),
+    ({"num_samples": 2.5}, "num_samples is 2.5, but it must be a whole number"),
+    ({"num_samples": [1]}, r"num_samples is \[1\], but it must be a whole number"),
+    ({"correct_reward": "much"}, 'correct_reward is "much", but it must be a number'),
+    ({"operations": 3}, "operations is 3, but it must be text; put it in quotes"),
+])  # fmt: skip
 def test_a_value_of_a_wrong_type_names_the_environment_and_the_argument(given: dict, problem: str) -> None:
     for make, kind in ((get_environment, "environment"), (get_eval, "environment")):
         with pytest.raises(UserError, match=f"^The {kind} 'countdown': {problem}. Correct it in its kwargs.$"):

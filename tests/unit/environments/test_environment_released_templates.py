@@ -52,16 +52,13 @@ def names_of(made: Renderer) -> list[str]:
     return [made.name_of(token_id) for token_id in made.stops.token_ids]
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("qwen3", ["<|im_end|>"]),
-        ("llama3_1", ["<|eot_id|>"]),
-        ("gemma3", ["<end_of_turn>"]),
-        ("gptoss", ["<|return|>", "<|call|>"]),
-        ("deepseek_v3", ["<｜end▁of▁sentence｜>"]),  # noqa: RUF001 (its own name)
-    ],
-)
+@pytest.mark.parametrize(("name", "ends"), [
+    ("qwen3", ["<|im_end|>"]),
+    ("llama3_1", ["<|eot_id|>"]),
+    ("gemma3", ["<end_of_turn>"]),
+    ("gptoss", ["<|return|>", "<|call|>"]),
+    ("deepseek_v3", ["<｜end▁of▁sentence｜>"]),  # noqa: RUF001 (its own name)
+])  # fmt: skip
 def test_the_template_of_a_released_tokenizer_names_its_ends(name: str, ends: list[str]) -> None:
     made = family(name)
     assert (names_of(made), list(made.stops.texts)) == (ends, [])
@@ -193,19 +190,16 @@ ALTERNATION = (
 )
 
 
-@pytest.mark.parametrize(
-    "refuses",
-    [
-        raises_if("messages[0].role != 'system'"),
-        raises_if("messages[0].role == 'system'"),
-        raises_if("messages[-1].role == 'assistant'"),
-        raises_if("messages[0].role != 'system' or messages[-1].role == 'assistant'"),
-        ALTERNATION,
-        ALTERNATION + raises_if("messages[0].role != 'system'"),
-        raises_if("messages[-1].role != 'tool'"),
-        raises_if("messages[0].role != 'system' or messages[-1].role == 'user'"),
-    ],
-)
+@pytest.mark.parametrize("refuses", [
+    raises_if("messages[0].role != 'system'"),
+    raises_if("messages[0].role == 'system'"),
+    raises_if("messages[-1].role == 'assistant'"),
+    raises_if("messages[0].role != 'system' or messages[-1].role == 'assistant'"),
+    ALTERNATION,
+    ALTERNATION + raises_if("messages[0].role != 'system'"),
+    raises_if("messages[-1].role != 'tool'"),
+    raises_if("messages[0].role != 'system' or messages[-1].role == 'user'"),
+])  # fmt: skip
 def test_the_end_of_a_turn_is_found_in_a_template_that_refuses_some_conversations(refuses: str) -> None:
     template = refuses + CHATML.replace("m.content }}", "m.content }}{{ m.tool_calls or '' }}")
     made = Renderer(RendererSpec("strict", chat_template=template), copy.copy(with_end("<|endoftext|>")))
@@ -354,21 +348,18 @@ def test_the_text_parts_of_a_single_turn_prompt_are_joined() -> None:
     assert "Why?\nHow?" in prompt.text
 
 
-@pytest.mark.parametrize(
-    ("prompt", "problem"),
-    [
-        (None, "returned NoneType None, not a text or a list of messages as a prompt"),
-        (5, "returned int 5, not a text"),
-        ({"role": "user"}, "not a text or a list of messages"),
-        (["Why?"], "the message str 'Why\\?', not a dict with a role"),
-        ([{"role": "user", "content": None}], "of 'user' whose content is NoneType None, not a text"),
-        ([{"role": "user"}], "of 'user' whose content is NoneType None"),
-        (
-            [{"role": "user", "content": [*TEXT_PARTS, {"type": "image_url"}]}],
-            "content is dict {'type': 'image_url'}, not a text",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "problem"), [
+    (None, "returned NoneType None, not a text or a list of messages as a prompt"),
+    (5, "returned int 5, not a text"),
+    ({"role": "user"}, "not a text or a list of messages"),
+    (["Why?"], "the message str 'Why\\?', not a dict with a role"),
+    ([{"role": "user", "content": None}], "of 'user' whose content is NoneType None, not a text"),
+    ([{"role": "user"}], "of 'user' whose content is NoneType None"),
+    (
+        [{"role": "user", "content": [*TEXT_PARTS, {"type": "image_url"}]}],
+        "content is dict {'type': 'image_url'}, not a text",
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"system_prompt": "Be brief."}])
 def test_a_prompt_that_is_no_text_is_refused(prompt: Any, problem: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=problem):

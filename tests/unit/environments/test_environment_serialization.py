@@ -48,23 +48,20 @@ def test_the_largest_scores_have_finite_statistics():
     assert np.isfinite(np.abs(deviations_n).sum() * np.float32(1_000_000))  # over the tokens of a batch
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (None, "returned NoneType None, not a RewardResult"),
-        (EvalMetricsResult(), "not a RewardResult"),
-        (RewardResult("1"), "total_reward is str '1'"),
-        (RewardResult(None), "total_reward is NoneType None"),
-        (RewardResult(float("nan")), "total_reward is nan, not a finite number"),
-        (RewardResult(1.0, {"a": float("inf")}), r"sample_metrics\['a'\] is inf"),
-        (RewardResult(1.0, sample_tags=[]), "sample_tags is list"),
-        (RewardResult(1.0, info_turns=[{(1, 2): 3}]), "info_turns cannot be written as JSON"),
-        (RewardResult(1.0, info_turns=None), "info_turns is NoneType None, not a list"),
-        (RewardResult(10**400), "not a number"),
-        (RewardResult(1e308), r"total_reward is 1e\+308, which is out of range: at most \+-1e\+30"),
-        (RewardResult(1.0, {"a": -1e300}), r"sample_metrics\['a'\] is -1e\+300, which is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("result", "words"), [
+    (None, "returned NoneType None, not a RewardResult"),
+    (EvalMetricsResult(), "not a RewardResult"),
+    (RewardResult("1"), "total_reward is str '1'"),
+    (RewardResult(None), "total_reward is NoneType None"),
+    (RewardResult(float("nan")), "total_reward is nan, not a finite number"),
+    (RewardResult(1.0, {"a": float("inf")}), r"sample_metrics\['a'\] is inf"),
+    (RewardResult(1.0, sample_tags=[]), "sample_tags is list"),
+    (RewardResult(1.0, info_turns=[{(1, 2): 3}]), "info_turns cannot be written as JSON"),
+    (RewardResult(1.0, info_turns=None), "info_turns is NoneType None, not a list"),
+    (RewardResult(10**400), "not a number"),
+    (RewardResult(1e308), r"total_reward is 1e\+308, which is out of range: at most \+-1e\+30"),
+    (RewardResult(1.0, {"a": -1e300}), r"sample_metrics\['a'\] is -1e\+300, which is out of range"),
+])  # fmt: skip
 def test_malformed_scores_are_refused_by_name_and_value(result, words):
     with pytest.raises(MalformedResultError, match=words):
         serialize_score(result, for_eval=False)

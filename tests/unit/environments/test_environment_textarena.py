@@ -104,25 +104,18 @@ async def test_a_game_that_takes_too_long_gives_nobody_a_reward():
     assert (result.total_reward, result.sample_metrics["finished"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        ("textarena:TicTacTo-v0", {}, "Did you mean 'TicTacToe-v0'"),
-        ("textarena", {}, "has no game ''"),
-        ("textarena:GuessTheNumber-v0", {"opponent": f"{__name__}:first_free"}, "has one player"),
-        (
-            TIC_TAC_TOE,
-            {"players": 3},
-            r"refuses players: 3, options: \{\}: The number of players has to be 2, received 3",
-        ),
-        (
-            "textarena:GuessTheNumber-v0",
-            {"options": {"foo": 1}},
-            "players: null, options: {'foo': 1}: .* argument 'foo'. Correct them.",
-        ),
-        (TIC_TAC_TOE, {"opponent": "nowhere:plays"}, "the opponent 'nowhere:plays' cannot be imported"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kwargs", "message"), [
+    ("textarena:TicTacTo-v0", {}, "Did you mean 'TicTacToe-v0'"),
+    ("textarena", {}, "has no game ''"),
+    ("textarena:GuessTheNumber-v0", {"opponent": f"{__name__}:first_free"}, "has one player"),
+    (TIC_TAC_TOE, {"players": 3}, r"refuses players: 3, options: \{\}: The number of players has to be 2, received 3"),
+    (
+        "textarena:GuessTheNumber-v0",
+        {"options": {"foo": 1}},
+        "players: null, options: {'foo': 1}: .* argument 'foo'. Correct them.",
+    ),
+    (TIC_TAC_TOE, {"opponent": "nowhere:plays"}, "the opponent 'nowhere:plays' cannot be imported"),
+])  # fmt: skip
 def test_a_game_that_cannot_be_played_says_why_before_a_run(name, kwargs, message):
     with pytest.raises(UserError, match=message):
         len(get_environment(name, **kwargs))

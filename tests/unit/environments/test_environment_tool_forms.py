@@ -129,15 +129,12 @@ def test_any_text_survives_in_an_element(form, text, configured):
     assert (call.arguments, call.error) == ({"text": text, "times": 2}, None)
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
+@pytest.mark.parametrize(("form", "text"), [
         (qwen_coder, 'print("</parameter></function></tool_call>")'),
         (qwen_coder, "a\n</parameter>\n</function>\n<tool_call> b"),
         (glm, "a </arg_value> <tool_call> b"),
         (glm, "a</arg_value></tool_call> b"),
-    ],
-)
+])  # fmt: skip
 def test_a_value_may_contain_the_end_of_its_element(form, text):
     calls = read(form({"text": text, "times": "2"}) + "\n" + form({"times": "3", "text": text}))
     assert [(call.arguments, call.error) for call in calls] == [
@@ -146,16 +143,13 @@ def test_a_value_may_contain_the_end_of_its_element(form, text):
 
 
 @pytest.mark.parametrize("form", ELEMENTS)
-@pytest.mark.parametrize(
-    ("name", "written", "value"),
-    [
+@pytest.mark.parametrize(("name", "written", "value"), [
         ("text", "3.10", "3.10"), ("text", "007", "007"), ("text", "true", "true"), ("text", "null", "null"),
         ("text", '{"a": 1}', '{"a": 1}'), ("text", '"quoted"', '"quoted"'), ("text", "", ""), ("any", "x y", "x y"),
         ("times", "3", 3), ("times", "three", "three"), ("loud", "true", True), ("loud", "True", "True"),
         ("tags", '["a"]', ["a"]), ("tags", "['a', 'b']", ["a", "b"]), ("tags", "['a'", "['a'"),
         ("tags", "null", None), ("tags", "None", None), ("any", "3", 3), ("unknown", "3", 3),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_the_schema_decides_whether_an_element_is_text(form, name, written, value):
     (call,) = read(form({name: written}))
     assert call.arguments == {name: value} and type(call.arguments[name]) is type(value)
@@ -208,9 +202,7 @@ def test_openai_nests_a_call_and_writes_its_arguments_as_text():
 A, B = {"text": "a"}, {"text": "b"}
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
+@pytest.mark.parametrize("completion", [
         FORMS["hermes"](A) + "\n" + FORMS["hermes"](B), qwen_coder(A) + qwen_coder(B), glm(A) + "\n" + glm(B),
         FORMS["llama"](A) + "; " + FORMS["llama"](B), f"[{FORMS['llama'](A)}, {FORMS['llama'](B)}]",
         f"<tool_call>{dump([{'name': 'write', 'arguments': a} for a in (A, B)])}</tool_call>",
@@ -218,16 +210,13 @@ A, B = {"text": "a"}, {"text": "b"}
         f"<tool_call>{FORMS['llama'](A)}, {FORMS['llama'](B)}",
         "[write(text='a'), write(text='b')]",
         "First." + FORMS["harmony"](A) + "<|call|><|start|>assistant" + FORMS["harmony"](B),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 @both_forms
 def test_several_calls_are_read_in_order(completion, configured):
     assert [(call.arguments, call.error) for call in read(completion, configured)] == [(A, None), (B, None)]
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
+@pytest.mark.parametrize("completion", [
         "<function=write>{text: a}</function>", '{"name": "write", "parameters": {"text": "a"',
         "<|python_tag|>write me", "<invoke name='write'>a</invoke>", "<tool_call>write a</tool_call>",
         "[TOOL_CALLS] none", "</tool_call>", '{"name": "write", "args": {}}', "<function=write><parameter=text>a",
@@ -235,8 +224,7 @@ def test_several_calls_are_read_in_order(completion, configured):
         '<tool_call>{"name": "write", "arguments": {"text": "a"}} {"name": </tool_call>',
         'to=functions.write<|message|>{"text"', "<tool_call>", '```json\n{"name": "write", "parameters": {"x": }}\n```',
         "[write(text=a)]",
-    ],
-)  # fmt: skip
+])  # fmt: skip
 @both_forms
 def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completion):
     (call,) = read(completion, configured)
@@ -245,15 +233,12 @@ def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completi
     assert "Error: " in responses[0][0] and state.num_turns == 2
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+@pytest.mark.parametrize("answer", [
         "I need no further tool_call.", "No tool call: it is 3.", "The tool_call gave 5; tool_call, done.", "",
         "(tool call)", '{"answer": 5}', '{"name": "Ada", "age": 36}', "f(x) = 3 and sin(0)", "a <b> c", "1 < 2 > 0",
         "{}", "The name: write. The arguments: none.", "<answer>[1, 2]</answer>", "#include <vector>", "[3]",
         "Tool calls: none",
-    ],
-)  # fmt: skip
+])  # fmt: skip
 @both_forms
 def test_prose_and_other_json_are_final_answers(configured, answer):
     assert read(answer, configured) == []
@@ -266,16 +251,13 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
         assert call.arguments == A
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
+@pytest.mark.parametrize("unit", [
         "<tool_call>", '<tool_call>{"', '{"name":', '{"name":[', '{"name": "', "<function=a>", "write(",
         "<|python_tag|>", "<function=write><parameter=a>", "<think>", "</think>", "to=functions.a",
         "<tool_call>a<arg_key>", "<function=write><parameter=a>1</parameter>",
         "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>", "</parameter></function>",
         '<tool_call>{"name": "write"} {"name": "write"}', '{"parameters": {',
-    ],
-)  # fmt: skip
+])  # fmt: skip
 @both_forms
 def test_reading_ends_for_repeated_markup(unit, configured):
     assert len(read(unit * 20_000, configured)) <= 65

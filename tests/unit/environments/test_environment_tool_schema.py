@@ -193,40 +193,34 @@ def test_parameters_may_have_any_name():
     assert call(odd, {"schema": 1, "_private": 2, "model_dump": 3}) == (1, 2, 3, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"number": "3"}, {"number": 3}), ({"number": 3.0, "text": 12}, {"number": 3, "text": "12"}),
-        ([1, "a", 2.5, "down"], {"number": 1, "text": "a", "maybe": 2.5, "choice": "down"}),
-        ('{"number": 4}', {"number": 4}), ("[5]", {"number": 5}), ({"number": 1, "either": [1, 2]}, {"either": [1, 2]}),
-        ({"number": 1, "either": "7"}, {"either": 7}), ({"number": 1, "table": '{"a": 1}'}, {"table": {"a": 1}}),
-        ({"number": 1, "maybe": None, "text": None}, {"maybe": None, "text": "x"}),
-        ({"number": 1, "choice": 3}, {"choice": 3}), ({"number": 1, "point": {"x": 2}}, {"point": Point(2.0)}),
-        ({"number": 1, "box": {"corner": {"x": 1, "y": 2}}}, {"box": Box(corner=Point(1.0, 2.0))}),
-        ({"number": 1, "unit": "ft"}, {"unit": Unit.FOOT}),
-        ({"number": 1, "options": {"deep": True}}, {"options": {"deep": True}}),
-        ({"number": 1, "loose": [{}]}, {"loose": [{}]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({"number": "3"}, {"number": 3}), ({"number": 3.0, "text": 12}, {"number": 3, "text": "12"}),
+    ([1, "a", 2.5, "down"], {"number": 1, "text": "a", "maybe": 2.5, "choice": "down"}),
+    ('{"number": 4}', {"number": 4}), ("[5]", {"number": 5}), ({"number": 1, "either": [1, 2]}, {"either": [1, 2]}),
+    ({"number": 1, "either": "7"}, {"either": 7}), ({"number": 1, "table": '{"a": 1}'}, {"table": {"a": 1}}),
+    ({"number": 1, "maybe": None, "text": None}, {"maybe": None, "text": "x"}),
+    ({"number": 1, "choice": 3}, {"choice": 3}), ({"number": 1, "point": {"x": 2}}, {"point": Point(2.0)}),
+    ({"number": 1, "box": {"corner": {"x": 1, "y": 2}}}, {"box": Box(corner=Point(1.0, 2.0))}),
+    ({"number": 1, "unit": "ft"}, {"unit": Unit.FOOT}),
+    ({"number": 1, "options": {"deep": True}}, {"options": {"deep": True}}),
+    ({"number": 1, "loose": [{}]}, {"loose": [{}]}),
+])  # fmt: skip
 def test_arguments_are_converted_to_what_the_function_declares(arguments, expected):
     got = call(everything, arguments)
     assert {name: got[name] for name in expected} == expected
     assert all(type(got[name]) is type(value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({}, "number is missing.*It takes: number, text"),
-        ({"number": "three"}, "number: Input should be a valid integer"),
-        ({"number": 3.5}, "number"),
-        ({"number": 1, "choice": "left"}, "choice: Input should be 'up', 'down' or 3"),
-        ({"number": 1, "unit": "cm"}, "unit"), ({"number": 1, "nunber": 2}, "nunber is not a parameter"),
-        ({"number": 1, "either": "x"}, "either"), ({"number": 1, "box": {"corner": 3}}, "box"),
-        (list(range(40)), "takes at most 10 arguments, not 40"), ("{broken", "not valid JSON"),
-        (3, "must be a JSON object"), ({"number": "9" * 10_000}, "number"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({}, "number is missing.*It takes: number, text"),
+    ({"number": "three"}, "number: Input should be a valid integer"),
+    ({"number": 3.5}, "number"),
+    ({"number": 1, "choice": "left"}, "choice: Input should be 'up', 'down' or 3"),
+    ({"number": 1, "unit": "cm"}, "unit"), ({"number": 1, "nunber": 2}, "nunber is not a parameter"),
+    ({"number": 1, "either": "x"}, "either"), ({"number": 1, "box": {"corner": 3}}, "box"),
+    (list(range(40)), "takes at most 10 arguments, not 40"), ("{broken", "not valid JSON"),
+    (3, "must be a JSON object"), ({"number": "9" * 10_000}, "number"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit_are_explained(arguments, words):
     with pytest.raises(ArgumentError, match=words):
         call(everything, arguments)

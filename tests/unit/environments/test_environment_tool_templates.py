@@ -148,17 +148,14 @@ def test_other_templates_show_the_tools_in_the_system_message(renderer, template
     assert reply == [{"role": "user", "content": "[double] 1.501.50", "turn_type": "tool_result"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "shown"),
-    [
-        ("Doubling", {"include_tool_schemas_in_prompt": False}, None),
-        ("Doubling", {"tool_call_format": "function"}, "You may call these tools"),
-        ("OwnSection", {}, "Call double."), ("OwnPrompt", {}, "You may call these tools"),
-        ("OwnPrompt", {"system_prompt": "Be brief."}, "Be brief.\n\nYou may call these tools"),
-        ("OwnSyntax", {}, "You may call these tools"), ("Kept", {}, "You may call these tools"),
-        ("OwnSection", {"system_prompt": "Be brief."}, "Be brief.\n\nCall double."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "kwargs", "shown"), [
+    ("Doubling", {"include_tool_schemas_in_prompt": False}, None),
+    ("Doubling", {"tool_call_format": "function"}, "You may call these tools"),
+    ("OwnSection", {}, "Call double."), ("OwnPrompt", {}, "You may call these tools"),
+    ("OwnPrompt", {"system_prompt": "Be brief."}, "Be brief.\n\nYou may call these tools"),
+    ("OwnSyntax", {}, "You may call these tools"), ("Kept", {}, "You may call these tools"),
+    ("OwnSection", {"system_prompt": "Be brief."}, "Be brief.\n\nCall double."),
+])  # fmt: skip
 def test_folders_that_ask_for_the_system_message_keep_it(renderer, name, kwargs, shown):
     prompt = loaded_of(renderer, "qwen3", name, **kwargs).prepare(0).text
     assert "# Tools" not in prompt and (shown in prompt if shown else "double" not in prompt)

@@ -123,51 +123,45 @@ def test_async_calls_of_one_answer_wait_together():
     assert reply(environment, xml("meet", [3]) * 3) == ["met"] * 3
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ('<function=add>{"a": 1, "b": 2}</function>', ["3"]),
-        ('<function=add>[1, 2]</function> <function=add>\n{"a": 4}\n</function>', ["3", "5"]),
-        ("<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>5</parameter>\n</function>", ["6"]),
-        ("<function=remember><parameter=text>two\nlines</parameter></function>", ["two\nlines"]),
-        ('<function=add>{"a": 1', ["Error: The arguments of add are not valid JSON: "]),
-        ("<function=add>1</function>", ['Error: "arguments" must be a JSON object, not a number.']),
-        ("<function=>{}</function>", ["Error: A tool call must name its function"]),
-        ("<function add>{}</function>", ["Error: A tool call must have the form NAME(parameter=value"]),
-    ],
-)
+@pytest.mark.parametrize(("completion", "expected"), [
+    ('<function=add>{"a": 1, "b": 2}</function>', ["3"]),
+    ('<function=add>[1, 2]</function> <function=add>\n{"a": 4}\n</function>', ["3", "5"]),
+    ("<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>5</parameter>\n</function>", ["6"]),
+    ("<function=remember><parameter=text>two\nlines</parameter></function>", ["two\nlines"]),
+    ('<function=add>{"a": 1', ["Error: The arguments of add are not valid JSON: "]),
+    ("<function=add>1</function>", ['Error: "arguments" must be a JSON object, not a number.']),
+    ("<function=>{}</function>", ["Error: A tool call must name its function"]),
+    ("<function add>{}</function>", ["Error: A tool call must have the form NAME(parameter=value"]),
+])  # fmt: skip
 def test_the_function_form(completion, expected):
     got = reply(Tools(tool_call_format="function"), completion)
     assert [text[: len(start)] for text, start in zip(got, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize(
-    ("completion", "words"),
-    [
-        ("<tool_call>[1, 2]</tool_call>", "must be a JSON object, not a list"),
-        ("<tool_call>7</tool_call>", "not a number"),
-        ("<tool_call>null</tool_call>", "not null"),
-        ("<tool_call></tool_call>", "not valid JSON"),
-        ("<tool_call>{'name': 'add'}</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}', "closing </tool_call> is missing"),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'must have a "name"'),
-        ('<tool_call>{"name": 3}</tool_call>', 'must have a "name"'),
-        (xml("add", 3), '"arguments" must be a JSON object, not a number'),
-        (xml("add", {"a": "one"}), "a: Input should be a valid integer"),
-        (xml("add", {}), "a is missing"),
-        (xml("subtract", {}), "there is no tool 'subtract'. The tools are: add, slow_add"),
-        (xml("fail", {}), "ValueError: no luck"),
-        (xml("leave", {}), "leave tried to end the process"),
-        (xml("spin", {}), "spin did not end within 0.2 seconds"),
-        (xml("doze", {}), "doze did not end within 0.2 seconds"),
-        ("tool_call> add 1 2", "must have the form"),
-        ('<tool_call>{"name": "fail", "args": {"message": "x"}}</tool_call>', "A tool call has no 'args'"),
-        ('<tool_call>{"name": "fail", "message": "x"}</tool_call>', "A tool call has no 'message'"),
-        ('<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "longer than 100000"),
-        ('<tool_call>{"name": "add", "arguments": ' + "[" * 50_000 + "</tool_call>", "nested too deeply"),
-        ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "Exceeds the limit"),
-    ],
-)
+@pytest.mark.parametrize(("completion", "words"), [
+    ("<tool_call>[1, 2]</tool_call>", "must be a JSON object, not a list"),
+    ("<tool_call>7</tool_call>", "not a number"),
+    ("<tool_call>null</tool_call>", "not null"),
+    ("<tool_call></tool_call>", "not valid JSON"),
+    ("<tool_call>{'name': 'add'}</tool_call>", "not valid JSON"),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}', "closing </tool_call> is missing"),
+    ('<tool_call>{"arguments": {}}</tool_call>', 'must have a "name"'),
+    ('<tool_call>{"name": 3}</tool_call>', 'must have a "name"'),
+    (xml("add", 3), '"arguments" must be a JSON object, not a number'),
+    (xml("add", {"a": "one"}), "a: Input should be a valid integer"),
+    (xml("add", {}), "a is missing"),
+    (xml("subtract", {}), "there is no tool 'subtract'. The tools are: add, slow_add"),
+    (xml("fail", {}), "ValueError: no luck"),
+    (xml("leave", {}), "leave tried to end the process"),
+    (xml("spin", {}), "spin did not end within 0.2 seconds"),
+    (xml("doze", {}), "doze did not end within 0.2 seconds"),
+    ("tool_call> add 1 2", "must have the form"),
+    ('<tool_call>{"name": "fail", "args": {"message": "x"}}</tool_call>', "A tool call has no 'args'"),
+    ('<tool_call>{"name": "fail", "message": "x"}</tool_call>', "A tool call has no 'message'"),
+    ('<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "longer than 100000"),
+    ('<tool_call>{"name": "add", "arguments": ' + "[" * 50_000 + "</tool_call>", "nested too deeply"),
+    ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "Exceeds the limit"),
+])  # fmt: skip
 def test_failures_are_reported_to_the_model(completion, words):
     environment = Tools()
     if "did not end" in words:

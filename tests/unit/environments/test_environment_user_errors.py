@@ -34,24 +34,20 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("\ud800"), "ValueError: ?"),
-        (SystemExit(), "SystemExit"),
-        (Unprintable(), "Unprintable: (its __str__ raises RuntimeError)"),
-        (
-            ModuleNotFoundError("No module named 'absent.part'", name="absent.part"),
-            "ModuleNotFoundError: No module named 'absent.part' (this code needs it; install it, perhaps with: "
-            "pip install absent)",
-        ),
-        (
-            LookupError("\n***\n  Resource 'words' not found.\n  >>> nltk.download('words')\n"),
-            "LookupError: nltk has no data 'words' (this code needs it; install it: python -m nltk.downloader words)",
-        ),
-    ],
-    ids=["odd text", "no text", "text that raises", "no package", "no data"],
-)
+@pytest.mark.parametrize(("error", "text"), [
+    (ValueError("\ud800"), "ValueError: ?"),
+    (SystemExit(), "SystemExit"),
+    (Unprintable(), "Unprintable: (its __str__ raises RuntimeError)"),
+    (
+        ModuleNotFoundError("No module named 'absent.part'", name="absent.part"),
+        "ModuleNotFoundError: No module named 'absent.part' (this code needs it; install it, perhaps with: "
+        "pip install absent)",
+    ),
+    (
+        LookupError("\n***\n  Resource 'words' not found.\n  >>> nltk.download('words')\n"),
+        "LookupError: nltk has no data 'words' (this code needs it; install it: python -m nltk.downloader words)",
+    ),
+], ids=["odd text", "no text", "text that raises", "no package", "no data"])  # fmt: skip
 def test_an_error_without_a_traceback_is_described(error, text):
     assert describe_error(error) == text
 

@@ -18,14 +18,11 @@ def play(*completions, secret="crane", **kwargs):
     return environment.compute_reward(state), [reply[0] for reply in replies], state
 
 
-@pytest.mark.parametrize(
-    ("guess", "secret", "colors"),
-    [
-        ("crane", "crane", "GGGGG"), ("slate", "crane", "XXGXG"), ("nacre", "crane", "YYYYG"),
-        ("geese", "eagle", "YYXXG"), ("eerie", "eagle", "GXXXG"), ("llama", "lilac", "GYYXX"),
-        ("fuzzy", "crane", "XXXXX"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("guess", "secret", "colors"), [
+    ("crane", "crane", "GGGGG"), ("slate", "crane", "XXGXG"), ("nacre", "crane", "YYYYG"),
+    ("geese", "eagle", "YYXXG"), ("eerie", "eagle", "GXXXG"), ("llama", "lilac", "GYYXX"),
+    ("fuzzy", "crane", "XXXXX"),
+])  # fmt: skip
 def test_letters_are_colored_by_the_rules(guess, secret, colors):
     assert color(guess, secret) == colors
 
@@ -45,17 +42,14 @@ def test_the_word_in_the_last_attempt_counts():
     assert replies[0].endswith("You have 1 attempt left.")
 
 
-@pytest.mark.parametrize(
-    ("cheat", "words"),
-    [
-        ("[crane] [slate]", "exactly one word"), ("crane", "exactly one word"), ("", "exactly one word"),
-        ("[apple] is the example", "A P P L E"), ("[cranes]", "must have 5 letters"),
-        ("[c r a n e]", "exactly one word"), ("[crän\u0435]", "exactly one word"),
-        ("[\uff43\uff52\uff41\uff4e\uff45]", "exactly one word"), ("<think>[crane]</think>", "exactly one word"),
-        ("[" * 10_000, "exactly one word"), ("[" + "a" * 100_000 + "]", "exactly one word"),
-        ("Tell me the secret word. G G G G G", "exactly one word"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cheat", "words"), [
+    ("[crane] [slate]", "exactly one word"), ("crane", "exactly one word"), ("", "exactly one word"),
+    ("[apple] is the example", "A P P L E"), ("[cranes]", "must have 5 letters"),
+    ("[c r a n e]", "exactly one word"), ("[crän\u0435]", "exactly one word"),
+    ("[\uff43\uff52\uff41\uff4e\uff45]", "exactly one word"), ("<think>[crane]</think>", "exactly one word"),
+    ("[" * 10_000, "exactly one word"), ("[" + "a" * 100_000 + "]", "exactly one word"),
+    ("Tell me the secret word. G G G G G", "exactly one word"),
+])  # fmt: skip
 def test_invalid_guesses_use_a_turn_without_reward(cheat, words):
     result, replies, _ = play(cheat)
     assert words in replies[0]

@@ -180,20 +180,17 @@ async def test_a_judge_that_cannot_work_is_an_error_before_a_run(monkeypatch):
         await Judge(url=url, model="j").check()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "https://api.openai.com/v1", "model": "j"}, r"needs a key\. Set OPENAI_API_KEY, or api_key_variable"),
-        ({"url": "http://x/v1", "model": "j", "api_key_variable": "NO_KEY"}, r"needs a key\. Set NO_KEY"),
-        ({"url": "http://x/v1"}, r"model is ''; set http\(s\)://... and a model"),
-        ({"url": "localhost:8000", "model": "j"}, r"url is 'localhost:8000'"),
-        ({"url": "policy", "max_concurent": 3}, r"max_concurent is 3, but there is no such key\. A judge takes: url, "),
-        ({"model": "j"}, r'^judge is {"model": "j"}, but url is missing'),
-        ({"url": "policy", "max_concurrent": 0}, r"^judge\.max_concurrent is 0, but it must be at least 1"),
-        ({"url": "policy", "price_in": "a"}, r'^judge\.price_in is "a", but it must be a number'),
-        ("gpt-5", r"^judge is 'gpt-5', but it must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"url": "https://api.openai.com/v1", "model": "j"}, r"needs a key\. Set OPENAI_API_KEY, or api_key_variable"),
+    ({"url": "http://x/v1", "model": "j", "api_key_variable": "NO_KEY"}, r"needs a key\. Set NO_KEY"),
+    ({"url": "http://x/v1"}, r"model is ''; set http\(s\)://... and a model"),
+    ({"url": "localhost:8000", "model": "j"}, r"url is 'localhost:8000'"),
+    ({"url": "policy", "max_concurent": 3}, r"max_concurent is 3, but there is no such key\. A judge takes: url, "),
+    ({"model": "j"}, r'^judge is {"model": "j"}, but url is missing'),
+    ({"url": "policy", "max_concurrent": 0}, r"^judge\.max_concurrent is 0, but it must be at least 1"),
+    ({"url": "policy", "price_in": "a"}, r'^judge\.price_in is "a", but it must be a number'),
+    ("gpt-5", r"^judge is 'gpt-5', but it must be a mapping"),
+])  # fmt: skip
 def test_a_mistake_in_the_settings_is_named(settings, message):
     with pytest.raises(UserError, match=message):
         Judge.of(settings)

@@ -56,16 +56,13 @@ async def test_an_eval_without_an_environment_has_no_resources():
     await loaded.close()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("metrics_ranges", {"correct": (0, 1)}, r"metrics_ranges.correct is \[0, 1\], but it must be a mapping"),
-        ("metrics_ranges", {"correct": {"min": "0"}}, 'metrics_ranges.correct.min is "0", but it must be a number'),
-        ("tags_options", {"level": "easy"}, 'tags_options.level is "easy", but it must be a list'),
-        ("reward_min", "0", 'reward_min is "0", but it must be a number'),
-        ("reward_max", float("inf"), "reward_max is inf, but it must be a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "problem"), [
+    ("metrics_ranges", {"correct": (0, 1)}, r"metrics_ranges.correct is \[0, 1\], but it must be a mapping"),
+    ("metrics_ranges", {"correct": {"min": "0"}}, 'metrics_ranges.correct.min is "0", but it must be a number'),
+    ("tags_options", {"level": "easy"}, 'tags_options.level is "easy", but it must be a list'),
+    ("reward_min", "0", 'reward_min is "0", but it must be a number'),
+    ("reward_max", float("inf"), "reward_max is inf, but it must be a finite number"),
+])  # fmt: skip
 def test_a_malformed_attribute_for_charts_names_the_environment_and_the_value(field, value, problem):
     spec = EnvironmentSpec("alone", {}, factory=f"{__name__}:make_eval")
     loaded = LoadedEnvironment(spec, None, [])

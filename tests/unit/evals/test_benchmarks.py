@@ -44,14 +44,11 @@ def test_leading_zeros_of_an_answer_do_not_matter():
     assert evaluation.compute_eval_metrics(r"\boxed{730}", sample).metrics["correct"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "requested"),
-    [
-        ("math500", [("HuggingFaceH4/MATH-500", None, "test")]),
-        ("aime_2024", [("HuggingFaceH4/aime_2024", None, "train")]),
-        ("aime_2025", [("opencompass/AIME2025", part, "test") for part in ("AIME2025-I", "AIME2025-II")]),
-    ],
-)
+@pytest.mark.parametrize(("name", "requested"), [
+    ("math500", [("HuggingFaceH4/MATH-500", None, "test")]),
+    ("aime_2024", [("HuggingFaceH4/aime_2024", None, "train")]),
+    ("aime_2025", [("opencompass/AIME2025", part, "test") for part in ("AIME2025-I", "AIME2025-II")]),
+])  # fmt: skip
 def test_the_hubs_rows_become_the_items(monkeypatch, name, requested):
     key = "question" if name == "aime_2025" else "problem"
     hub = serve_rows(monkeypatch, lambda _, subset, split: [{key: f"{subset} {n}?", "answer": n} for n in range(3)])
@@ -139,17 +136,14 @@ def test_own_questions_are_scored_by_their_letter():
         assert evaluation.compute_eval_metrics(text, sample, "<eos>").metrics == metrics
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        (r"\boxed{B}", "B"), (r"$\boxed{\text{B}}$", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{B) 880 m}", "B"),
-        ("Answer: B", "B"), ("**Answer:** (B)", "B"), ("The correct answer is **B**.", "B"), ("Answer: $B$", "B"),
-        ("Answer: C\nNo.\nAnswer: B.", "B"), ("Answer: B) 880 m, not A", "B"), ("Answer: B\n\nA is too small.", "B"),
-        ("The answer is option B.", "B"), (r"Answer: \text{B}", "B"), (r"Answer: $\mathbf{(B)}$", "B"),
-        (r"Answer: \text{A} or \text{B}", ""), ("Answer: $A$ or $B$", ""), ("Answer: option A or option B", ""),
-        (r"Answer: C, so \boxed{B}", "B"), ("ANSWER: B", "B"), ("Answer: A or B", ""), ("Answer: A, B", ""),
-        (r"\boxed{A or B}", ""), ("answer: Because", ""), (r"\boxed{880}", ""), ("Answer: b", ""), ("B", ""), ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "letter"), [
+    (r"\boxed{B}", "B"), (r"$\boxed{\text{B}}$", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{B) 880 m}", "B"),
+    ("Answer: B", "B"), ("**Answer:** (B)", "B"), ("The correct answer is **B**.", "B"), ("Answer: $B$", "B"),
+    ("Answer: C\nNo.\nAnswer: B.", "B"), ("Answer: B) 880 m, not A", "B"), ("Answer: B\n\nA is too small.", "B"),
+    ("The answer is option B.", "B"), (r"Answer: \text{B}", "B"), (r"Answer: $\mathbf{(B)}$", "B"),
+    (r"Answer: \text{A} or \text{B}", ""), ("Answer: $A$ or $B$", ""), ("Answer: option A or option B", ""),
+    (r"Answer: C, so \boxed{B}", "B"), ("ANSWER: B", "B"), ("Answer: A or B", ""), ("Answer: A, B", ""),
+    (r"\boxed{A or B}", ""), ("answer: Because", ""), (r"\boxed{880}", ""), ("Answer: b", ""), ("B", ""), ("", ""),
+])  # fmt: skip
 def test_the_last_stated_choice_is_the_answer(text, letter):
     assert extract_choice(text) == letter

@@ -87,17 +87,14 @@ def test_metrics_are_means_over_items_however_often_each_was_scored() -> None:
     }, "the second item was not scored three times, and none four times"  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        ([{"correct": 1.0, "words": 4.0}, {}], {"correct": 0.5, "words": 4.0}),
-        ([{"correct": 1.0, "reward": -1.0}, {}], {"correct": 0.5, "reward": -1.0}),
-        ([{"correct": 1.0}, {"reward": 0.5}], {"correct": 0.5, "reward": 0.25}),
-        ([{"reward": -3.0}, {"reward": 1.0}, {}], {"reward": -5 / 3}),
-        ([{"reward": 2.0}, {}], {"reward": 1.0}),
-        ([{"share": 1.0, "correct": 0.0}, {}], {"correct": 0.0, "share": 0.5}),
-    ],
-)
+@pytest.mark.parametrize(("samples", "expected"), [
+    ([{"correct": 1.0, "words": 4.0}, {}], {"correct": 0.5, "words": 4.0}),
+    ([{"correct": 1.0, "reward": -1.0}, {}], {"correct": 0.5, "reward": -1.0}),
+    ([{"correct": 1.0}, {"reward": 0.5}], {"correct": 0.5, "reward": 0.25}),
+    ([{"reward": -3.0}, {"reward": 1.0}, {}], {"reward": -5 / 3}),
+    ([{"reward": 2.0}, {}], {"reward": 1.0}),
+    ([{"share": 1.0, "correct": 0.0}, {}], {"correct": 0.0, "share": 0.5}),
+])  # fmt: skip
 def test_a_score_that_is_missing_counts_as_wrong_and_never_raises_a_mean(samples: Any, expected: Any) -> None:
     pass_k = {"at_k": {"metrics": ["share"], "k": [1]}} if "share" in expected else {}
     means = metrics_over_items(count_failed_as_wrong([samples], pass_k), pass_k)

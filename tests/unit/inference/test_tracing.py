@@ -11,12 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from telescope.inference.base import RequestId, TraceTarget, parse_request_id
-from telescope.inference.request_tracing import (
-    TraceReceiver,
-    request_rows,
-    trace_environment,
-    why_not_available,
-)
+from telescope.inference.request_tracing import TraceReceiver, request_rows, trace_environment, why_not_available
 
 MESSAGE = (Path(__file__).parent / "traces" / "0.32.pb").read_bytes()
 TIMES = {

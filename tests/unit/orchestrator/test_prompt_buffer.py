@@ -159,16 +159,13 @@ async def test_prompts_that_are_too_long_are_left_out_whatever_their_share() -> 
     await filling.end()
 
 
-@pytest.mark.parametrize(
-    ("fields", "context", "line"),
-    [
-        ({"max_model_len": 29, "seq_len": 60}, 29, "30% of the prompts of arithmetic leave no space for an answer: "
-         "max_model_len allows 29 tokens, and the longest has 40. They are left out; raise max_model_len"),
-        ({"max_model_len": 60, "seq_len": 40}, 40, "2% of the prompts of arithmetic leave no space for an answer: "
-         "seq_len allows 40 tokens, and the longest has 40. They are left out; raise seq_len"),
-        ({"max_model_len": 60, "seq_len": 60}, 60, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "context", "line"), [
+    ({"max_model_len": 29, "seq_len": 60}, 29, "30% of the prompts of arithmetic leave no space for an answer: "
+     "max_model_len allows 29 tokens, and the longest has 40. They are left out; raise max_model_len"),
+    ({"max_model_len": 60, "seq_len": 40}, 40, "2% of the prompts of arithmetic leave no space for an answer: "
+     "seq_len allows 40 tokens, and the longest has 40. They are left out; raise seq_len"),
+    ({"max_model_len": 60, "seq_len": 60}, 60, None),
+])  # fmt: skip
 async def test_the_share_of_long_prompts_is_said_before_the_start(fields: Any, context: int, line: str | None) -> None:
     config = config_of(**fields, max_tokens=8)
     news = await measure_prompts(config, Source(), ["arithmetic"], context)  # type: ignore[arg-type]

@@ -210,10 +210,7 @@ def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming, damage
 
 @pytest.mark.parametrize(("items", "message"), [
     (range(120), r"arithmetic.items was 100 and is 120; arithmetic has other items, and item 100 .*first that"),
-    (
-        range(60),
-        r"arithmetic.items was 100 and is 60; arithmetic has other items, and item 60 .*first that differs",
-    ),
+    (range(60), r"arithmetic.items was 100 and is 60; arithmetic has other items, and item 60 .*first that differs"),
     ([0, 2, 1, *range(3, 100)], r"data: arithmetic has the same items in another order, and item 1 .*counted from"),
     (range(99, -1, -1), r"data: arithmetic has the same items in another order, and item 0 "),
     ([*range(42), 700, *range(43, 100)], r"data: arithmetic has other items, and item 42 "),

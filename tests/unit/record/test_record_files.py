@@ -9,14 +9,11 @@ import pytest
 from telescope.record.files import read_json, replace_file, replace_json
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"rows": [{"a": 1, "b": None, "c": "\u00e9\u4e2d"}]}, None),
-        ({"array": np.array([1, 2]), "number": np.float32(0.5)}, {"array": [1, 2], "number": 0.5}),
-        ({"lone surrogate": "\ud800"}, None),
-    ],
-)
+@pytest.mark.parametrize(("value", "expected"), [
+    ({"rows": [{"a": 1, "b": None, "c": "\u00e9\u4e2d"}]}, None),
+    ({"array": np.array([1, 2]), "number": np.float32(0.5)}, {"array": [1, 2], "number": 0.5}),
+    ({"lone surrogate": "\ud800"}, None),
+])  # fmt: skip
 def test_values_are_read_back_as_they_were(tmp_path, value, expected):
     path = tmp_path / "file.json"
     replace_json(path, value)

@@ -46,34 +46,28 @@ def test_reasoning_text_and_call_are_told_apart_in_every_form(form, reasoning, t
     assert parse(f"{written}{call}" if has_two else written, opened, tools=())[2] == []
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("Four.", ("Four.", "", [])),
-        (f"{ANALYSIS}2+2<|end|><|start|>assistant<|channel|>final<|message|>Four.", ("Four.", "2+2", [])),
-        (
-            f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I write.<|end|><|start|>assistant"
-            '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"text": "a"}<|call|>',
-            ("I write.", "Hm.", [{"text": "a"}]),
-        ),
-        ("<|channel>thought\nHm.<channel|>Four.<turn|>", ("Four.", "Hm.", [])),
-        ("[THINK]Hm.[/THINK]Four.", ("Four.", "Hm.", [])),
-        (
-            "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Four.<|END_RESPONSE|>",
-            ("Four.", "Hm.", []),
-        ),
-        (
-            'I write.<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "write", "parameters": {"text": "a"}}\n]'
-            "<|END_ACTION|>",
-            ("I write.", "", [{"text": "a"}]),
-        ),
-        ("<think>Hm.</think>One.<think>Then.</think>Two.", ("One.Two.", "Hm.\n\nThen.", [])),
-        ("<tool_call>\nnonsense", ("<tool_call>\nnonsense", "", [])),
-        ("print(1) and write(text='a') are calls", ("print(1) and write(text='a') are calls", "", [])),
-        (f"{qwen_coder({'times': '2', 'loud': 'true', 'tags': 'null', 'text': '1'})} Done.", ("Done.", "", [
-            {"times": 2, "loud": True, "tags": None, "text": "1"}])),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("written", "expected"), [
+    ("Four.", ("Four.", "", [])),
+    (f"{ANALYSIS}2+2<|end|><|start|>assistant<|channel|>final<|message|>Four.", ("Four.", "2+2", [])),
+    (
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I write.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"text": "a"}<|call|>',
+        ("I write.", "Hm.", [{"text": "a"}]),
+    ),
+    ("<|channel>thought\nHm.<channel|>Four.<turn|>", ("Four.", "Hm.", [])),
+    ("[THINK]Hm.[/THINK]Four.", ("Four.", "Hm.", [])),
+    ("<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Four.<|END_RESPONSE|>", ("Four.", "Hm.", [])),
+    (
+        'I write.<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "write", "parameters": {"text": "a"}}\n]'
+        "<|END_ACTION|>",
+        ("I write.", "", [{"text": "a"}]),
+    ),
+    ("<think>Hm.</think>One.<think>Then.</think>Two.", ("One.Two.", "Hm.\n\nThen.", [])),
+    ("<tool_call>\nnonsense", ("<tool_call>\nnonsense", "", [])),
+    ("print(1) and write(text='a') are calls", ("print(1) and write(text='a') are calls", "", [])),
+    (f"{qwen_coder({'times': '2', 'loud': 'true', 'tags': 'null', 'text': '1'})} Done.", ("Done.", "", [
+        {"times": 2, "loud": True, "tags": None, "text": "1"}])),
+])  # fmt: skip
 def test_answers_of_released_models(written, expected):
     assert parse(written) == expected
 

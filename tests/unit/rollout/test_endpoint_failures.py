@@ -7,15 +7,7 @@ from contextlib import aclosing
 import anthropic
 import openai
 import pytest
-from tests.unit.rollout.endpoint_policy import (
-    ANSWER,
-    USER,
-    Policy,
-    ask_chat,
-    ask_messages,
-    ask_responses,
-    until,
-)
+from tests.unit.rollout.endpoint_policy import ANSWER, USER, Policy, ask_chat, ask_messages, ask_responses, until
 
 from telescope.environments.context import Answer, RefusedCall
 from telescope.errors import InfrastructureError

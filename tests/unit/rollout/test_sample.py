@@ -197,11 +197,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again():
     bench = Bench(
         FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
         FakeEnvironments(
-            [
-                Advance([20], "first", None),
-                InfrastructureError("the process ended"),
-                Advance([21], "a", None),
-            ]
+            [Advance([20], "first", None), InfrastructureError("the process ended"), Advance([21], "a", None)]
         ),
     )
     sample = await bench.run(turns=True)

@@ -36,15 +36,12 @@ def test_the_context_has_nothing_that_git_ignores():
         assert any(Path(name).match(pattern.removeprefix("**/")) for pattern in IGNORED), name
 
 
-@pytest.mark.parametrize(
-    ("command", "started"),
-    [
-        (["train", "--config", "a b"], "telescope train --config a b"),
-        (["telescope", "train"], "telescope train"),
-        (["eval", "runs/one"], "telescope eval runs/one"),  # also a word of the shell
-        (["echo", "a  b"], "a  b"),
-    ],
-)
+@pytest.mark.parametrize(("command", "started"), [
+    (["train", "--config", "a b"], "telescope train --config a b"),
+    (["telescope", "train"], "telescope train"),
+    (["eval", "runs/one"], "telescope eval runs/one"),  # also a word of the shell
+    (["echo", "a  b"], "a  b"),
+])  # fmt: skip
 def test_a_command_that_is_no_program_is_one_of_telescope(tmp_path: Path, command: list[str], started: str):
     telescope = tmp_path / "telescope"
     telescope.write_text('#!/bin/sh\necho telescope "$*"\n')

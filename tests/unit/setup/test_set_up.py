@@ -26,14 +26,11 @@ def put_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scri
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-@pytest.mark.parametrize(
-    ("script", "kind"),
-    [
-        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "cuda"),
-        ("echo 'No devices found.'", "cpu"),
-        ("echo 'has failed because it could not communicate with the NVIDIA driver'; exit 9", "cpu"),
-    ],
-)
+@pytest.mark.parametrize(("script", "kind"), [
+    ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "cuda"),
+    ("echo 'No devices found.'", "cpu"),
+    ("echo 'has failed because it could not communicate with the NVIDIA driver'; exit 9", "cpu"),
+])  # fmt: skip
 def test_a_gpu_is_what_the_driver_lists(
     set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, kind: str
 ):

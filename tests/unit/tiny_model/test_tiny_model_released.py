@@ -52,14 +52,11 @@ def test_the_command_writes_it_to_a_folder_and_says_what_it_downloads(downloads,
     assert is_whole(tmp_path / "model", MODEL)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--seed", "3"], "--from smollm2-135m is a finished model: leave out --seed."),
-        (["--tied", "--num-heads", "2"], "leave out --tied, --num-heads."),
-        (["--from", "llama-9"], "invalid choice: 'llama-9'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--seed", "3"], "--from smollm2-135m is a finished model: leave out --seed."),
+    (["--tied", "--num-heads", "2"], "leave out --tied, --num-heads."),
+    (["--from", "llama-9"], "invalid choice: 'llama-9'"),
+])  # fmt: skip
 def test_options_that_a_released_model_does_not_have_are_refused(downloads, tmp_path, capsys, arguments, words):
     assert cli.main(["tiny-model", "--from", "smollm2-135m", "--cache-dir", str(tmp_path), *arguments]) == 2
     assert words in capsys.readouterr().err

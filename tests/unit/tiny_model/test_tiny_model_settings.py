@@ -9,15 +9,12 @@ from telescope.tiny_model.build import learning_rate_at
 from telescope.tiny_model.cache import TinyModelSettings
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_size", 100), ("hidden_size", 0), ("num_heads", 8), ("num_kv_heads", 3), ("num_layers", 0),
-        ("vocab_size", 100), ("max_position_embeddings", 8), ("num_numbers", 1), ("max_number", 0), ("num_turns", 0),
-        ("warm_start_steps", -1), ("warm_start_batch_size", 0), ("warm_start_learning_rate", 0.0), ("wrong_share", 1.5),
-        ("clean_share", -0.1), ("seed", 2**63),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    ("hidden_size", 100), ("hidden_size", 0), ("num_heads", 8), ("num_kv_heads", 3), ("num_layers", 0),
+    ("vocab_size", 100), ("max_position_embeddings", 8), ("num_numbers", 1), ("max_number", 0), ("num_turns", 0),
+    ("warm_start_steps", -1), ("warm_start_batch_size", 0), ("warm_start_learning_rate", 0.0), ("wrong_share", 1.5),
+    ("clean_share", -0.1), ("seed", 2**63),
+])  # fmt: skip
 def test_an_impossible_setting_is_refused_by_name_and_value(field, value):
     with pytest.raises(UserError, match=rf"{'hidden_size' if field == 'num_heads' else field} is .*; "):
         TinyModelSettings(**{field: value})

@@ -18,20 +18,17 @@ def machine(name: str) -> str:
     return f"machine {name} login user password secret\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "environment", "mode"),
-    [
-        *(({}, {"WANDB_MODE": mode}, mode) for mode in ("online", "offline", "disabled")),
-        ({}, {**KEY, "WANDB_MODE": "dryrun"}, "offline"), ({}, {"WANDB_MODE": "run"}, "online"),  # old names
-        ({}, {}, "offline"), ({}, KEY, "online"),
-        *(({".netrc": machine(host)}, used, mode) for host in ("api.wandb.ai", "api.forge.coreweave.com")
-          for used, mode in (({}, "online"), (ELSEWHERE, "offline"))),
-        # `wandb login --host` writes the settings.
-        ({"settings": OWN}, {}, "offline"), ({"settings": OWN, ".netrc": machine("wandb.example.org")}, {}, "online"),
-        ({"settings": OWN, ".netrc": machine("wandb.example.org:8080")}, {}, "online"),
-        ({"settings": "base_url", ".netrc": "machine\n"}, {}, "offline"),  # damaged
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "environment", "mode"), [
+    *(({}, {"WANDB_MODE": mode}, mode) for mode in ("online", "offline", "disabled")),
+    ({}, {**KEY, "WANDB_MODE": "dryrun"}, "offline"), ({}, {"WANDB_MODE": "run"}, "online"),  # old names
+    ({}, {}, "offline"), ({}, KEY, "online"),
+    *(({".netrc": machine(host)}, used, mode) for host in ("api.wandb.ai", "api.forge.coreweave.com")
+      for used, mode in (({}, "online"), (ELSEWHERE, "offline"))),
+    # `wandb login --host` writes the settings.
+    ({"settings": OWN}, {}, "offline"), ({"settings": OWN, ".netrc": machine("wandb.example.org")}, {}, "online"),
+    ({"settings": OWN, ".netrc": machine("wandb.example.org:8080")}, {}, "online"),
+    ({"settings": "base_url", ".netrc": "machine\n"}, {}, "offline"),  # damaged
+])  # fmt: skip
 def test_a_run_is_online_with_credentials_for_the_server_that_is_used(tmp_path, files, environment, mode):
     (tmp_path / ".config" / "wandb").mkdir(parents=True)
     for name, text in files.items():

@@ -186,13 +186,10 @@ def test_the_clock_counts_hours_only_when_there_are_any() -> None:
     assert [clock(seconds) for seconds in moments] == ["-", "-", "0:00", "1:01", "1:02:03", "1 day, 1:01:01"]
 
 
-@pytest.mark.parametrize(
-    ("error", "raised", "words"),
-    [
-        (Interrupted(), SystemExit, "Interrupted; every process was ended. The same command continues"),
-        (InfrastructureError("a server is gone"), RunError, "the evaluation could not continue: a server is gone. The"),
-    ],
-)
+@pytest.mark.parametrize(("error", "raised", "words"), [
+    (Interrupted(), SystemExit, "Interrupted; every process was ended. The same command continues"),
+    (InfrastructureError("a server is gone"), RunError, "the evaluation could not continue: a server is gone. The"),
+])  # fmt: skip
 def test_a_command_that_shows_phases_ends_with_what_to_do(
     error: Exception, raised: type[BaseException], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

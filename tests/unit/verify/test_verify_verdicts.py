@@ -50,21 +50,18 @@ def test_the_other_packing_has_no_longer_rows_than_the_run(lengths: tuple[int, .
     assert max(len(row.token_ids_T) for row in batch.micro_batches) <= longest
 
 
-@pytest.mark.parametrize(
-    ("difference", "outlier", "dtypes", "temperature", "ok"),
-    [
-        (1e-5, 0.0, ["float32"], 1.0, True),
-        (1e-2, 0.0, ["float32"], 1.0, False),
-        (1e-2, 0.0, ["bfloat16"], 1.0, True),
-        (0.2, 0.0, ["bfloat16"], 1.0, False),
-        (math.nan, 0.0, ["bfloat16"], 1.0, False),
-        (0.0, 0.1, ["float32"], 1.0, False),  # one token far off
-        (6e-3, 0.0, ["float32", "float32"], 1.0, False),
-        (6e-3, 0.0, ["float32", "float32"], 0.5, True),  # a low temperature widens the bound
-        (6e-3, 0.0, ["float32", "float32"], 2.0, False),
-        (6e-3, 0.0, ["float32", "float16"], 1.0, True),  # the less exact side does
-    ],
-)
+@pytest.mark.parametrize(("difference", "outlier", "dtypes", "temperature", "ok"), [
+    (1e-5, 0.0, ["float32"], 1.0, True),
+    (1e-2, 0.0, ["float32"], 1.0, False),
+    (1e-2, 0.0, ["bfloat16"], 1.0, True),
+    (0.2, 0.0, ["bfloat16"], 1.0, False),
+    (math.nan, 0.0, ["bfloat16"], 1.0, False),
+    (0.0, 0.1, ["float32"], 1.0, False),  # one token far off
+    (6e-3, 0.0, ["float32", "float32"], 1.0, False),
+    (6e-3, 0.0, ["float32", "float32"], 0.5, True),  # a low temperature widens the bound
+    (6e-3, 0.0, ["float32", "float32"], 2.0, False),
+    (6e-3, 0.0, ["float32", "float16"], 1.0, True),  # the less exact side does
+])  # fmt: skip
 def test_logprobs_that_agree_hold_and_others_fail(
     difference: float, outlier: float, dtypes: list[str], temperature: float, ok: bool
 ) -> None:
@@ -118,15 +115,12 @@ async def test_a_probe_that_names_the_corrupted_tensor_holds_and_the_weights_are
     assert weights.syncs == ["layer.q", None]
 
 
-@pytest.mark.parametrize(
-    ("detects", "restores", "words"),
-    [
-        ([], True, "named"),
-        (["head"], True, "named"),
-        (["layer.q", "head"], True, "named"),
-        (["layer.q"], False, "not restored"),
-    ],
-)
+@pytest.mark.parametrize(("detects", "restores", "words"), [
+    ([], True, "named"),
+    (["head"], True, "named"),
+    (["layer.q", "head"], True, "named"),
+    (["layer.q"], False, "not restored"),
+])  # fmt: skip
 async def test_a_probe_that_names_something_else_or_weights_that_are_not_restored_fail(
     detects: list[str], restores: bool, words: str
 ) -> None:
