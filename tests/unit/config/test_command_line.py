@@ -24,10 +24,24 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_the_help_of_the_command_lists_the_commands(capsys):
-    code, out, _ = run(capsys, "--help")
+SUMMARY_OF_TRAIN = ["--learning_rate", "Weight Broadcasting", "--dry-run", "--gpu-memory-gib N", "--help-all"]
+OF_A_FIELD = ["default", ">= 1", "must be divisible by inference_tensor_parallel_size", "Workers"]
+OF_A_KEY = ["evals[].num_samples", "-1: the full dataset"]
+
+
+@pytest.mark.parametrize(("arguments", "words", "max_lines"), [
+    ("--help", ["train", "config", "tiny-model", "runs", "query"], 100), ("--version", ["telescope "], 1),
+    ("train --help", [*SUMMARY_OF_TRAIN, "telescope config explain"], 45),
+    ("config explain inference-num-workers", OF_A_FIELD, 100),
+    ("config explain Trainer", ["--learning_rate"], 1000), ("config explain evals", ["pass_k"], 100),
+    *((f"config explain {name}", OF_A_KEY, 20) for name in ("evals.num_samples", "evals[0].num_samples")),
+    ("config explain evals.num-samples", OF_A_KEY, 20), ("config explain environments.weight", ["weight"], 20),
+])  # fmt: skip
+def test_help_names_what_a_reader_looks_for_and_fits_a_screen(capsys, arguments, words, max_lines):
+    code, out, _ = run(capsys, *arguments.split())
     assert code == 0
-    assert all(command in out for command in ("train", "config", "tiny-model", "runs", "query"))
+    assert [word for word in words if word not in out] == []
+    assert len(out.splitlines()) <= max_lines
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -70,12 +84,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         cli.main(["runs"])
 
 
-def test_version_is_printed(capsys):
-    code, out, _ = run(capsys, "--version")
-    assert code == 0
-    assert out.startswith("telescope ")
-
-
 def test_arguments_of_train_are_separated_from_fields():
     own = build_parser().parse_args(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"])
     assert (own.config, own.dry_run, own.help, own.fields) == (Path("a.yaml"), True, None, ["--seed", "1", "--debug"])
@@ -111,33 +119,17 @@ def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
     assert value in err
 
 
-def test_a_field_is_explained_with_range_default_and_rules(capsys):
-    code, out, _ = run(capsys, "config", "explain", "inference-num-workers")
-    assert code == 0
-    for word in ("default", ">= 1", "must be divisible by inference_tensor_parallel_size", "Workers"):
-        assert word in out
-
-
-def test_a_section_and_a_list_of_entries_are_explained(capsys):
-    assert "--learning_rate" in run(capsys, "config", "explain", "Trainer")[1]
-    assert "pass_k" in run(capsys, "config", "explain", "evals")[1]
-
-
-def test_show_prints_the_resolved_configuration(capsys, tmp_path):
+def test_show_prints_the_resolved_configuration_and_defaults_every_field(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("environments: [{name: countdown}]\nenable_individual_sample_lanes: false\n")
     code, out, err = run(capsys, "config", "show", str(path), "--set", "seed=7")
     assert code == 0
     values = yaml.safe_load(out)
     assert (values["seed"], values["free_lane_after_generation"]) == (7, False)
-    assert set(values) == set(TelescopeConfig.model_fields)
     assert "free_lane_after_generation adjusted" in err
     assert "seed: 7  # set" in out
-
-
-def test_defaults_prints_every_field(capsys):
-    values = yaml.safe_load(run(capsys, "config", "defaults")[1])
-    assert set(values) == set(TelescopeConfig.model_fields)
+    defaults = yaml.safe_load(run(capsys, "config", "defaults")[1])
+    assert set(values) == set(defaults) == set(TelescopeConfig.model_fields)
 
 
 @dataclass
@@ -232,24 +224,6 @@ def test_training_without_its_packages_explains_how_to_install_them(monkeypatch,
     assert code == 2
     assert "no_such_package_anywhere" in err
     assert "make setup" in err
-
-
-def test_the_short_help_fits_a_screen_and_refers_to_the_rest(capsys):
-    code, out, _ = run(capsys, "train", "--help")
-    assert code == 0
-    assert len(out.splitlines()) <= 45
-    words = ("--learning_rate", "Weight Broadcasting", "--dry-run", "--help-all", "telescope config explain")
-    for word in (*words, "--gpu-memory-gib N"):
-        assert word in out
-
-
-def test_a_key_of_an_entry_is_explained(capsys):
-    for name in ("evals.num_samples", "evals[0].num_samples", "evals.num-samples"):
-        code, out, _ = run(capsys, "config", "explain", name)
-        assert code == 0
-        assert "evals[].num_samples" in out
-        assert "-1: the full dataset" in out
-    assert "weight" in run(capsys, "config", "explain", "environments.weight")[1]
 
 
 @pytest.mark.parametrize("flags", [[], ["--port=8105", "--host", "127.0.0.2"], ["--no_browser"]])

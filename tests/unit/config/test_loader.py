@@ -134,6 +134,10 @@ def test_unknown_names_without_resemblance_get_no_suggestion():
     assert "telescope config explain" in message
 
 
+def test_all_wrong_fields_are_reported_at_once():
+    assert len(error_of(None, *NO_WANDB[:2], "--group_size", "0", "--learning_rate", "-1").splitlines()) == 2
+
+
 @pytest.mark.parametrize(("field", "value", "words"), [
     ("learning_rate", "0", "above 0"), ("learning_rate", "fast", "must be a number"),
     ("group_size", "0", "at least 1"), ("group_size", "1.5", "whole number"), ("group_size", "true", "boolean"),
@@ -168,38 +172,27 @@ def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("entry", "words"), [
-    ("{weight: 1}", "environments[0].name is missing"),
-    ("{name: a, weight: 0}", "environments[0].weight is 0"),
-    ("{name: a, wieght: 1}", "Did you mean 'weight'?"),
-    ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
-    ("{name: a, kwargs: [1]}", "must be a mapping"),
-    ("{name: a, kwargs: {1: 2}}", "environments[0].kwargs has the key 1 (command line), which must be text"),
-    ("{name: ''}", "must not be empty"),
-    ("{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
+@pytest.mark.parametrize(("field", "entry", "words"), [
+    ("environments", "{weight: 1}", "environments[0].name is missing"),
+    ("environments", "{name: a, weight: 0}", "environments[0].weight is 0"),
+    ("environments", "{name: a, wieght: 1}", "Did you mean 'weight'?"),
+    ("environments", "{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
+    ("environments", "{name: a, kwargs: [1]}", "must be a mapping"),
+    ("environments", "{name: a, kwargs: {1: 2}}", "].kwargs has the key 1 (command line), which must be text"),
+    ("environments", "{name: ''}", "must not be empty"),
+    ("environments", "{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
+    ("evals", "{name: a, num_samples: 0}", "-1 for the full dataset"),
+    ("evals", "{name: a, eval_every: 0}", "at least 1"),
+    ("evals", "{name: a, separate_eval_samples: true}", "set num_samples"),
+    ("evals", "{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
+    ("evals", "{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
+    ("evals", "{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
+    ("evals", "{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}", "every item is sampled as often as the l"),
+    ("evals", "{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
+    ("evals", "{name: a, temperature: -1}", "at least 0"),
 ])  # fmt: skip
-def test_a_wrong_entry_of_environments_is_named(entry, words):
-    assert words in error_of(None, "--environments", f"[{entry}]")
-
-
-@pytest.mark.parametrize(("entry", "words"), [
-    ("{name: a, num_samples: 0}", "-1 for the full dataset"),
-    ("{name: a, eval_every: 0}", "at least 1"),
-    ("{name: a, separate_eval_samples: true}", "set num_samples"),
-    ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
-    ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
-    ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "from 1 to 4096"),
-    ("{name: a, pass_k: {pow_k: {metrics: [c], k: [8, 1000000]}}}", "every item is sampled as often as the l"),
-    ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
-    ("{name: a, temperature: -1}", "at least 0"),
-])  # fmt: skip
-def test_a_wrong_entry_of_evals_is_named(entry, words):
-    assert words in error_of(None, "--environments", "[{name: a}]", "--evals", f"[{entry}]")
-
-
-def test_all_wrong_fields_are_reported_at_once():
-    message = error_of(None, "--environments", "[{name: a}]", "--group_size", "0", "--learning_rate", "-1")
-    assert len(message.splitlines()) == 2
+def test_a_wrong_entry_is_named(field, entry, words):
+    assert words in error_of(None, *NO_WANDB[: 2 * (field == "evals")], f"--{field}", f"[{entry}]")
 
 
 @pytest.mark.parametrize(("flags", "words"), [
@@ -281,12 +274,9 @@ def test_yaml_anchors_and_merges_work(tmp_path):
     assert load(write(tmp_path, text)).config.evals[0].kwargs == {"x": 1, "y": 3}
 
 
-def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
+def test_a_run_that_sets_nothing_special_has_no_notes_nor_has_one_with_a_list_of_trackers(run_yaml):
     assert load(run_yaml, "--use_wandb", "false").notes == []
-
-
-def test_a_list_of_trackers_decides_use_wandb_without_a_word():
-    loaded = load(None, "--environments", "[{name: a}]", "--trackers", "[tensorboard]")
+    loaded = load(None, *NO_WANDB[:2], "--trackers", "[tensorboard]")
     assert (loaded.config.use_wandb, loaded.notes) == (False, [])
 
 

@@ -35,19 +35,15 @@ def config(**values: object) -> TelescopeConfig:
     return TelescopeConfig(**{"environments": [{"name": "a"}], **values})
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_known_models_have_their_published_number_of_parameters(model):
-    assert known_shape(model).num_parameters == PUBLISHED[model]
+def test_models_have_their_published_number_of_parameters():
+    assert {model: known_shape(model).num_parameters for model in PUBLISHED} == PUBLISHED
+    assert ModelShape.from_config(LLAMA_3_2_1B).num_parameters == 1_235_814_400
+    assert ModelShape.from_config(QWEN3_30B_A3B).num_parameters == 30_532_122_624
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("example_*.yaml")), ids=lambda path: path.stem)
 def test_the_models_of_examples_are_known_without_the_hub(example):
     assert known_shape(yaml.safe_load(example.read_text()).get("model", "Qwen/Qwen2.5-3B"))
-
-
-def test_config_files_give_the_published_number_of_parameters():
-    assert ModelShape.from_config(LLAMA_3_2_1B).num_parameters == 1_235_814_400
-    assert ModelShape.from_config(QWEN3_30B_A3B).num_parameters == 30_532_122_624
 
 
 def test_the_output_layer_of_a_gemma_is_its_embedding():
@@ -80,20 +76,12 @@ def test_a_dense_layer_among_experts_is_counted_by_its_mlp_width():
     assert saved == 3 * 4096 * 2 * 3 * (6144 - 2048)
 
 
-def test_unknown_models_and_architectures_have_no_shape():
+def test_what_is_not_known_has_no_shape_and_numbers_may_be_text():
     assert known_shape("acme/secret-1B") is None
     assert ModelShape.from_config({"model_type": "rwkv"}) is None
+    for sizes in ({"num_attention_heads": 0}, {"hidden_size": 0}, {"num_hidden_layers": -2}, {"vocab_size": "many"}):
+        assert ModelShape.from_config(LLAMA_3_2_1B | sizes) is None
     assert ModelShape.from_config({"text_config": LLAMA_3_2_1B}) == ModelShape.from_config(LLAMA_3_2_1B)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"num_attention_heads": 0}, {"hidden_size": 0}, {"num_hidden_layers": -2}, {"vocab_size": "many"}]
-)
-def test_a_config_with_sizes_that_cannot_be_has_no_shape(sizes):
-    assert ModelShape.from_config(LLAMA_3_2_1B | sizes) is None
-
-
-def test_a_longest_context_that_is_written_as_text_is_a_number():
     assert ModelShape.from_config(LLAMA_3_2_1B | {"max_position_embeddings": "512"}).max_position_embeddings == 512
 
 
@@ -215,16 +203,12 @@ def test_on_the_cpu_attention_is_kept_and_no_memory_is_set_aside_for_a_second_co
     assert of.engine.staging == 0
 
 
-def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_with():
+def test_gathered_weights_cost_memory_in_what_is_computed_with():
     shape = known_shape("qwen3-8b")
     dropped = estimate_memory(config(), shape).trainer
     stay = estimate_memory(config(fsdp_reshard_after_forward=False), shape).trainer
     assert stay.unsharded == 2 * shape.num_parameters
     assert 0.9 * stay.unsharded < stay.total - dropped.total < stay.unsharded
-
-
-def test_each_layer_gathered_ahead_costs_its_weights():
-    shape = known_shape("qwen3-8b")
     one, three = (estimate_memory(config(fsdp_prefetch_layers=n), shape).trainer.total for n in (1, 3))
     assert three - one == 2 * shape.largest_layer_parameters * 2
 
@@ -276,27 +260,20 @@ def test_what_does_not_fit_names_the_field():
     assert not estimate_memory(config(), known_shape("Qwen/Qwen2.5-0.5B"), device_memory_bytes=80 * GIB).problems
 
 
-def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
-    values = {"max_model_len": 32768, "seq_len": 32768, "inference_kv_cache_gib": 1}
-    shape = known_shape("Qwen/Qwen2.5-7B")
-    problem = estimate_memory(config(**values), shape, device="cpu", device_memory_bytes=64 * GIB).kv_cache_problem
-    assert problem.startswith("max_model_len is 32768")
-    assert "inference_kv_cache_gib" in problem
-
-
-def test_a_kv_cache_set_below_one_sequence_is_refused_with_what_one_takes():
+def test_a_kv_cache_set_below_one_sequence_is_refused_on_the_cpu_with_what_one_takes():
     """vLLM would round it up to a GiB, which is not what the user set."""
-    shape = known_shape("Qwen/Qwen2.5-0.5B")
-    values = {"max_model_len": 4096, "inference_dtype": "float32"}
 
-    def problem(gib: float) -> str | None:
-        settings = config(**values, inference_kv_cache_gib=gib)
-        return estimate_memory(settings, shape, device="cpu", device_memory_bytes=64 * GIB).kv_cache_problem
+    def problem(gib: float, model: str = "Qwen/Qwen2.5-0.5B", **values: object) -> str:
+        settings = config(inference_dtype="float32", **{"max_model_len": 4096, **values}, inference_kv_cache_gib=gib)
+        memory = estimate_memory(settings, known_shape(model), device="cpu", device_memory_bytes=64 * GIB)
+        return memory.kv_cache_problem or ""
 
     needed = 4096 * 2 * 24 * 2 * 64 * 4 / GIB
-    assert "holds 0 tokens; one sequence takes 0.0938 GiB" in str(problem(0.00001))
-    assert problem(needed * 0.99) is not None
-    assert problem(needed) is None
+    assert "holds 0 tokens; one sequence takes 0.0938 GiB" in problem(0.00001)
+    assert problem(needed * 0.99)
+    assert not problem(needed)
+    long = problem(1, "Qwen/Qwen2.5-7B", max_model_len=32768, seq_len=32768)
+    assert long.startswith("max_model_len is 32768") and "inference_kv_cache_gib" in long
 
 
 H200 = 140 * GIB

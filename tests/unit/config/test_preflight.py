@@ -80,17 +80,14 @@ def test_a_place_that_the_run_cannot_use_is_refused(tmp_path, check, values, pat
         check(config(run_dir=str(tmp_path / "run"), checkpoint_dir="/proc/x", checkpoint_every=0))
 
 
-def test_checking_leaves_nothing_behind(tmp_path):
-    preflight.check_run_dir(config(run_dir=str(tmp_path / "new" / "run")))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeypatch):
+def test_the_run_directory_is_named_after_the_run_and_the_time_and_checking_does_not_make_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert choose_run_dir(config(wandb_run_name="a b/c"), now) == tmp_path / "runs" / "a-b-c-20260102-030405"
     assert choose_run_dir(config(run_dir="here"), now) == tmp_path / "here"
     assert choose_run_dir(config(run_dir="~/x"), now) == Path.home() / "x"
+    preflight.check_run_dir(config(run_dir=str(tmp_path / "new" / "run")))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("field", ["run_dir", "checkpoint_dir", "environments_path"])
@@ -188,27 +185,23 @@ def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_i
 
 
 @pytest.mark.parametrize(("template", "words"), [
-    ("", "renders to nothing"),
-    ("{# nothing #}", "renders to nothing"),
+    ("", "renders to nothing"), ("{# nothing #}", "renders to nothing"),
     ("{{ raise_exception('no users') }}", "raises an error: TemplateError: no users"),
     ("{{ messages[7].content }}", "raises an error: UndefinedError"),
     ("{% for m in mesages %}{{ m.content }}{% endfor %}assistant:", "leaves out what the user asks: it renders to"),
+    ("{{ bos_token }}{% for m in messages %}{{ m['role'] + m.content }}{% endfor %}{{ strftime_now('%Y') }}", None),
+    ("{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages | tojson }}",
+     None),
+    ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}", None),
 ])  # fmt: skip
-def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, words):
+def test_a_chat_template_is_refused_if_it_makes_no_prompt(tmp_path, template, words):
     folder = write_model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    message = message_of(inspect_model, config(model=str(folder)))
-    assert message.startswith(f"The chat template of '{folder}' ")
-    assert words in message
-
-
-@pytest.mark.parametrize("template", [
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] + m.content }}{% endfor %}{{ strftime_now('%Y') }}",
-    "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages | tojson }}",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}",
-])  # fmt: skip
-def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
-    inspect_model(config(chat_template=template), ask_hub=False)
+    run = config(model=str(folder))
+    if words is None:
+        assert inspect_model(run).unchecked is None
+    else:
+        assert f"The chat template of '{folder}' {words}" in message_of(inspect_model, run)
 
 
 def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():

@@ -177,14 +177,13 @@ def test_all_broken_rules_are_reported_at_once():
     assert [line.split()[0] for line in lines] == ["max_tokens", "number_of_minibatches", "use_tis"]
 
 
-def test_the_documented_way_out_of_the_double_correction_works():
-    config = build({"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch"})
-    assert config.use_tis
-
-
-def test_megatron_rules_do_not_apply_to_fsdp():
-    config = build({"megatron_sequence_parallel": True, "megatron_tensor_parallel_size": 1, "trainer_num_workers": 1})
-    assert config.megatron_sequence_parallel
+@pytest.mark.parametrize("values", [
+    {"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch"},
+    {"megatron_sequence_parallel": True, "megatron_tensor_parallel_size": 1, "trainer_num_workers": 1},
+], ids=["the documented way out of the double correction", "a rule of Megatron in a run of FSDP"])  # fmt: skip
+def test_what_breaks_no_rule_is_taken_as_it_is(values):
+    config = build(values)
+    assert {name: getattr(config, name) for name in values} == values
     assert config.notes == ()
 
 
