@@ -27,8 +27,10 @@ def advantages(rewards_by_group: list[list[float]], **options: str) -> list[floa
     return list(compute_advantages(samples, **options))
 
 
-def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded():
-    assert advantages([[0.1] * 7, [1 / 3] * 3]) == [0.0] * 10
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("rewards", [[[0.1] * 7, [1 / 3] * 3], [[1.0, 1.0], [3.0, 3.0]], []])
+def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded(rewards, norm):
+    assert advantages(rewards, advantage_norm=norm) == [0.0] * sum(map(len, rewards))
 
 
 def test_a_group_of_one_keeps_its_reward():
@@ -40,15 +42,6 @@ def test_masked_samples_are_in_no_statistic_and_get_zero():
     found = compute_advantages(samples)
     assert found[:2] == pytest.approx(advantages([[0.0, 1.0]]))
     assert list(found[2:]) == [0.0, 0.0]
-
-
-def test_batch_norm_of_equal_rewards_is_zero():
-    assert advantages([[1.0, 1.0], [3.0, 3.0]], advantage_norm="batch") == [0.0] * 4
-
-
-def test_an_empty_batch_has_no_advantages():
-    assert advantages([]) == []
-    assert advantages([], advantage_norm="batch") == []
 
 
 rewards = st.floats(-5, 5, allow_nan=False).map(lambda value: round(value, 3))

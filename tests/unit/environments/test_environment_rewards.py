@@ -30,17 +30,13 @@ async def score(rubric, completion="4", **more):
 
 
 async def test_total_is_the_weighted_sum_and_metrics_are_the_returned_values():
-    rubric = Rubric().add_reward(correct, weight=3.0).add_reward(later, weight=-0.5).add_metric(length)
-    result = await score(rubric)
+    result = await score(Rubric().add_reward(correct, weight=3.0).add_reward(later, weight=-0.5).add_metric(length))
     assert result.total_reward == 3.0 * 1.0 - 0.5 * 2.0
     assert result.sample_metrics == {"correct": 1.0, "later": 2.0, "length": 1.0}
-
-
-async def test_weights_that_add_up_to_one_give_a_full_reward_of_one():
     rubric = Rubric()
     for weight in (0.7, 0.2, 0.1):
         rubric.add_reward(lambda: 1.0, weight, name=str(weight))
-    assert (await score(rubric)).total_reward == 1.0
+    assert (await score(rubric)).total_reward == 1.0, "weights that add up to one give a full reward of one"
 
 
 async def test_functions_receive_only_what_they_declare():
@@ -54,12 +50,10 @@ async def test_functions_receive_only_what_they_declare():
     rubric = Rubric().add_reward(length).add_reward(everything).add_reward(lambda state: state.num_turns, name="turns")
     await score(rubric, state=state, eos_token="<eos>")
     assert seen == {"completion": "4", "sample": SAMPLE, "state": state, "eos_token": "<eos>"}
+    columns = {"function": 1, "positional": 2}  # names of parameters of what calls it
+    assert call_with_declared(lambda **columns: columns, **columns) == columns
     with pytest.raises(UserError, match=r"'other' needs 'answer', but it can take completion, .* Take sample, "):
         rubric.add_reward(lambda answer, sample: 1.0, name="other")
-
-
-def test_a_column_may_have_the_name_of_any_parameter():
-    assert call_with_declared(lambda **columns: columns, function=1, positional=2) == {"function": 1, "positional": 2}
 
 
 async def test_ranges_describe_charts_and_never_change_a_reward():
@@ -81,15 +75,14 @@ async def test_golden_answers_come_from_the_sample_the_function_or_a_literal():
         "correct": "4", "length": "apples", "literal": "blue", "returned": "seven", "none": None,
     }  # fmt: skip
     assert result.sample_metrics["returned"] == 0.0
+    result = await Rubric().add_reward(lambda: 1.0, name="x", golden_answer="answer").score(completion="a")
+    assert result.golden_answers == {"x": "answer"}, "a literal without a sample"
+    rubric = Rubric().add_reward(lambda sample: float(sample is SAMPLE), name="same", golden_answer="answer")
+    result = await rubric.score(state=RolloutState(SAMPLE, "x"))
+    assert (result.total_reward, result.golden_answers) == (1.0, {"same": "4"}), "the sample of the state"
 
 
-async def test_a_function_that_raises_is_a_failure_and_never_a_zero():
-    rubric = Rubric().add_reward(lambda: 1.0, name="one").add_metric(lambda: 1 / 0, name="broken")
-    with pytest.raises(ZeroDivisionError):
-        await score(rubric)
-
-
-async def test_no_function_goes_on_after_another_one_has_raised():
+async def test_a_function_that_raises_is_a_failure_and_no_other_one_goes_on():
     ended = []
 
     async def broken():
@@ -104,6 +97,8 @@ async def test_no_function_goes_on_after_another_one_has_raised():
     with pytest.raises(ZeroDivisionError):
         await score(Rubric().add_reward(broken).add_reward(go_on))
     assert ended == [True]
+    with pytest.raises(ZeroDivisionError):
+        await score(Rubric().add_reward(lambda: 1.0, name="one").add_metric(lambda: 1 / 0, name="broken"))
 
 
 async def test_extras_are_merged_into_the_result():
@@ -113,12 +108,6 @@ async def test_extras_are_merged_into_the_result():
     assert result.sample_metrics == {"correct": 1.0, "words": 1.0}
     assert result.golden_answers == {"correct": "4", "unit": "apples"}
     assert (result.info_turns, result.sample_tags) == ([{"turn": 0}], {"kind": "sum"})
-
-
-async def test_the_sample_is_that_of_the_state_when_none_is_given():
-    rubric = Rubric().add_reward(lambda sample: float(sample is SAMPLE), name="same", golden_answer="answer")
-    result = await rubric.score(state=RolloutState(SAMPLE, "x"))
-    assert (result.total_reward, result.golden_answers) == (1.0, {"same": "4"})
 
 
 def test_ranges_are_declared_as_an_environment_has_them():
@@ -135,11 +124,6 @@ async def test_two_functions_of_one_name_both_count_and_a_range_may_be_one_numbe
     result = await score(rubric)
     assert (result.total_reward, result.sample_metrics) == (2.0, {"x": 2.0})
     assert rubric.metrics_ranges["x"] == {"min": 1, "max": 1}
-
-
-async def test_a_golden_answer_without_a_sample_is_a_literal():
-    result = await Rubric().add_reward(lambda: 1.0, name="x", golden_answer="answer").score(completion="a")
-    assert result.golden_answers == {"x": "answer"}
 
 
 async def test_invalid_rubrics_are_refused_by_name():

@@ -26,16 +26,13 @@ def test_identity_of_a_sample_is_its_content():
 
 
 def test_scores_become_json_values():
-    result = RewardResult(
-        np.float32(0.5),
-        {"correct": True, "steps": np.int64(3)},
-        {"answer": "x\ud800", "none": None},
-        [{"path": {1, 2}.__class__, "text": "y\udfff"}],
-        {"level": 4},
-    )
+    notes = [{"path": {1, 2}.__class__, "text": "y\udfff"}, {"a": float("nan"), "b": float("-inf")}]
+    tags, golds = {"level": 4}, {"answer": "x\ud800", "none": None}
+    result = RewardResult(np.float32(0.5), {"correct": True, "steps": np.int64(3)}, golds, notes, tags)
     assert serialize_score(result, for_eval=False) == {
         "total_reward": 0.5, "sample_metrics": {"correct": 1.0, "steps": 3.0}, "sample_tags": {"level": "4"},
-        "golden_answers": {"answer": "x?", "none": None}, "info_turns": [{"path": "<class 'set'>", "text": "y?"}],
+        "golden_answers": {"answer": "x?", "none": None},
+        "info_turns": [{"path": "<class 'set'>", "text": "y?"}, {"a": "NaN", "b": "-Infinity"}],
     }  # fmt: skip
 
 
@@ -67,14 +64,15 @@ def test_malformed_scores_are_refused_by_name_and_value(result, words):
         serialize_score(result, for_eval=False)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [("x", "x"), (5, "5"), (np.float64(0.5), "0.5"), (["a", {"type": "text", "text": "b"}], "a\nb"), ("\ud800", "?")],
-)
-def test_message_content_becomes_text(content, text):
-    assert serialize_messages([{"role": "user", "content": content}], "env_response") == [
-        {"role": "user", "content": text}
-    ]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(("content", "text"), [
+    ("x", "x"), (5, "5"), (np.float64(0.5), "0.5"), (["a", {"type": "text", "text": "b"}], "a\nb"), ("\ud800", "?"),
+])  # fmt: skip
+def test_message_content_becomes_text_which_a_message_of_calls_does_not_need(content, text):
+    messages = [{"role": "user", "content": content}, CALL]
+    assert serialize_messages(messages, "env_response") == [{"role": "user", "content": text}, CALL]
 
 
 @pytest.mark.parametrize("content", [None, b"x", object(), {"board": [1]}, [], [{"type": "image", "image": "x"}]])
@@ -83,25 +81,12 @@ def test_an_observation_that_is_no_text_is_refused(content):
         serialize_messages([{"role": "user", "content": content}], "env_response")
 
 
-def test_a_message_of_calls_needs_no_text():
-    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert serialize_messages([message], "get_initial_prompt") == [message]
-
-
-@pytest.mark.parametrize("verdict", [True, (True, None), [True, "won"], np.True_, (np.bool_(True), "won")])
-def test_a_verdict_is_a_bool_with_an_optional_reason(verdict):
-    assert check_verdict(verdict)[0] is True
-
-
-@pytest.mark.parametrize("verdict", [1, None, "yes", (1, "won"), (True, "a", "b")])
-def test_truthy_values_are_no_verdict(verdict):
-    with pytest.raises(MalformedResultError, match="is_done returned"):
-        check_verdict(verdict)
-
-
-def test_notes_of_turns_are_valid_json():
-    score = serialize_score(RewardResult(1.0, info_turns=[{"a": float("nan"), "b": float("-inf")}]), for_eval=False)
-    assert score["info_turns"] == [{"a": "NaN", "b": "-Infinity"}]
+def test_a_verdict_is_a_bool_with_an_optional_reason():
+    for verdict in (True, (True, None), [True, "won"], np.True_, (np.bool_(True), "won")):
+        assert check_verdict(verdict)[0] is True
+    for no_verdict in (1, None, "yes", (1, "won"), (True, "a", "b")):
+        with pytest.raises(MalformedResultError, match="is_done returned"):
+            check_verdict(no_verdict)
 
 
 def test_records_of_tool_calls_become_texts_whatever_an_environment_added():

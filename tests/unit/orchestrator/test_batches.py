@@ -21,11 +21,13 @@ def advantages_by_sample(batch: Batch) -> dict[str, float]:
     return found
 
 
-def test_rewards_are_compared_within_their_group() -> None:
+@pytest.mark.parametrize("step", [0, 7])
+def test_rewards_are_compared_within_their_group_and_trained_as_the_version_of_the_step(step: int) -> None:
     config = config_of(algorithm="dr_grpo")
-    batch = form_batch(config, [group([0.0, 1.0], n=3), group([10.0, 14.0], n=8)], 0, num_ranks=2)
+    batch = form_batch(config, [group([0.0, 1.0], n=3), group([10.0, 14.0], n=8)], step, num_ranks=2)
     assert batch.advantages.tolist() == [-0.5, 0.5, -2.0, 2.0]
     assert advantages_by_sample(batch) == {"3-0": -0.5, "3-1": 0.5, "8-0": -2.0, "8-1": 2.0}
+    assert [(rank.step, rank.version) for rank in batch.inputs] == [(step, step)] * 2
 
 
 def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arrival() -> None:
@@ -65,12 +67,6 @@ def test_equal_rewards_of_rollouts_train_if_those_of_a_conversation_differ() -> 
     assert made.why_useless() is None
     batch = form_batch(config_of(algorithm="dr_grpo"), [made], 0, num_ranks=1)
     assert advantages_by_sample(batch) == {"3-0/0": 0.0, "3-0/1": -0.5, "3-1/0": 0.0, "3-1/1": 0.5}
-
-
-@pytest.mark.parametrize("step", [0, 7])
-def test_a_batch_starts_from_the_version_of_its_step_number(step: int) -> None:
-    batch = form_batch(config_of(), [group([0.0, 1.0])], step, num_ranks=1)
-    assert [(step_input.step, step_input.version) for step_input in batch.inputs] == [(step, step)]
 
 
 def test_masked_samples_are_not_packed_and_leave_the_others_advantages_alone() -> None:

@@ -54,16 +54,10 @@ def test_a_text_that_compresses_too_well_is_repetition() -> None:
     only = filters(filter_repetition=True)
     prose = "It was the best of times, it was the worst of times, it was the age of wisdom, of foolishness."
     assert removed_by(only, with_text("wait, let me check. " * 200)) == "repetition"
-    assert removed_by(only, with_text(prose)) is None
-    assert removed_by(only, with_text("")) is None
+    assert removed_by(only, with_text(prose)) is removed_by(only, with_text("")) is None
     strict = filters(filter_repetition=True, repetition_compression_threshold=1.1)
     assert removed_by(strict, with_text(prose)) == "repetition"
-
-
-def test_compression_ratio_is_bytes_over_compressed_bytes() -> None:
-    assert compression_ratio("") == 0.0
-    assert compression_ratio("a") < 1.0
-    assert compression_ratio("ab" * 5000) > 100.0
+    assert 0.0 == compression_ratio("") < compression_ratio("a") < 1.0 < 100.0 < compression_ratio("ab" * 5000)
 
 
 def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
@@ -82,23 +76,14 @@ def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
     assert judged(101, bound - 0.1) is None, "not above the threshold"
 
 
-@pytest.mark.parametrize("length", [0, 5, 11, 12, 13, 15, 16])
-def test_the_overlong_penalty_is_that_of_dapo(length: int) -> None:
+@pytest.mark.parametrize("lengths", [*((length,) for length in (0, 5, 11, 12, 13, 15, 16)), (9, 9), (14, 3)])
+def test_the_overlong_penalty_is_that_of_dapo_for_the_longest_turn(lengths: tuple[int, ...]) -> None:
     only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
-    assert only.overlong_penalty(sample(lengths=(length,))) == pytest.approx(overlong_penalty(length, 16, 4, 0.5))
-
-
-def test_the_longest_turn_is_penalized() -> None:
-    only = filters(overlong_penalty_factor=1.0, overlong_buffer_tokens=4)
-    assert only.overlong_penalty(sample(lengths=(9, 9))) == 0.0
-    assert only.overlong_penalty(sample(lengths=(14, 3))) == 0.5
-
-
-def test_the_penalty_is_subtracted_from_the_scaled_reward() -> None:
-    only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
-    made = sample(reward=3.0, lengths=(16,))
+    made = sample(reward=3.0, lengths=lengths)
     only.apply(made, (0.0, 4.0))
-    assert made.training_reward == 0.75 - 0.5
+    expected = pytest.approx(overlong_penalty(max(lengths), 16, 4, 0.5))
+    assert only.overlong_penalty(made) == made.penalty == expected
+    assert made.training_reward == 0.75 - made.penalty, "subtracted from the scaled reward"
     assert made.total_reward == 3.0
 
 

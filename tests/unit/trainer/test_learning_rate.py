@@ -20,16 +20,12 @@ def rates(schedule: str, *, warmup: int, total: int, min_ratio: float = 0.0) -> 
     return [learning_rate(step, config) for step in range(total)]
 
 
-def test_warm_up_starts_above_zero_and_ends_at_the_rate():
-    assert rates("constant", warmup=4, total=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_none_ignores_the_warm_up():
-    assert rates("none", warmup=4, total=3) == [1.0, 1.0, 1.0]
-
-
-def test_linear_falls_evenly_from_the_rate():
-    assert rates("linear", warmup=2, total=6) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+@pytest.mark.parametrize(("schedule", "warmup", "expected"), [
+    ("constant", 4, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]), ("none", 4, [1.0, 1.0, 1.0]),
+    ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+])  # fmt: skip
+def test_a_schedule_has_these_rates(schedule, warmup, expected):
+    assert rates(schedule, warmup=warmup, total=len(expected)) == pytest.approx(expected)
 
 
 def test_cosine_is_halfway_in_the_middle_and_respects_its_floor():

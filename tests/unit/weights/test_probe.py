@@ -57,27 +57,18 @@ def test_a_missing_a_wrong_and_a_repeated_part_are_refused(tensor, sent):
         assert reason in report.mismatched["w"]
 
 
-def test_every_place_of_a_tied_tensor_must_hold_it(tensor, sent):
-    stale = share(tensor * 2, (0, 8), (0, 6), "lm_head.weight as packed")
-    report = compare(sent=sent, loaded=[worker(share(tensor, (0, 8), (0, 6)), stale)])
-    assert "lm_head.weight as packed" in report.mismatched["w"]
-
-
-def test_values_that_do_not_fit_the_transfer_dtype_are_refused(tensor, sent):
-    inexact = {**share(tensor, (0, 8), (0, 6)), "exact": False}
-    assert "do not fit" in compare(sent=sent, loaded=[worker(inexact)]).mismatched["w"]
-
-
-def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(tensor, sent):
+def test_places_that_differ_inexact_values_and_parameters_without_explanation_fail(tensor, sent):
     whole = share(tensor, (0, 8), (0, 6))
-    assert "new.bias" in str(compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]))
-    assert not compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]).ok
-    assert not compare(sent=sent, loaded=[worker(whole, moved=["layer"])]).ok
+    stale = share(tensor * 2, (0, 8), (0, 6), "lm_head.weight as packed")
+    for loaded, reason in [
+        (worker(whole, stale), "lm_head.weight as packed"), (worker({**whole, "exact": False}), "do not fit"),
+        (worker(whole, unaccounted=["new.bias"]), "new.bias"), (worker(whole, moved=["layer"]), "layer"),
+    ]:  # fmt: skip
+        report = compare(sent=sent, loaded=[loaded])
+        assert not report.ok
+        assert reason in str(report)
     assert "was not sent" in compare(sent={}, loaded=[worker(whole)]).mismatched["w"]
-
-
-def test_a_probe_of_nothing_is_not_ok():
-    assert not compare(sent={}, loaded=[{"tensors": {}, "shapes": {}}]).ok
+    assert not compare(sent={}, loaded=[{"tensors": {}, "shapes": {}}]).ok, "a probe of nothing"
 
 
 def test_logprobs_within_the_tolerance_of_the_less_exact_side_pass_and_others_fail(tensor, sent):
@@ -93,16 +84,14 @@ def test_logprobs_within_the_tolerance_of_the_less_exact_side_pass_and_others_fa
         assert verdicts == [True, False]
 
 
-def test_one_token_far_off_and_nan_fail():
-    trainer = [-2.0] * 100
-    assert not compare_logprobs(trainer, [-2.0] * 99 + [-2.1], ["float32"]).ok
-    assert not compare_logprobs(trainer, [float("nan")] + [-2.0] * 99, ["bfloat16"]).ok
-    assert not compare_logprobs(trainer, [-2.0] * 99 + [float("-inf")], ["bfloat16"]).ok
-
-
-def test_logprobs_of_different_texts_cannot_be_compared():
-    with pytest.raises(ValueError, match="2 logprobs of the trainer with 1"):
-        compare_logprobs([0.0, 0.0], [0.0], ["float32"])
+@pytest.mark.parametrize(("engine", "dtype"), [
+    ([-2.0] * 99 + [-2.1], "float32"), ([float("nan")] + [-2.0] * 99, "bfloat16"),
+    ([-2.0] * 99 + [float("-inf")], "bfloat16"),
+])  # fmt: skip
+def test_one_token_far_off_and_nan_fail_and_different_texts_cannot_be_compared(engine, dtype):
+    assert not compare_logprobs([-2.0] * 100, engine, [dtype]).ok
+    with pytest.raises(ValueError, match="2 logprobs of the trainer with 100"):
+        compare_logprobs([0.0, 0.0], engine, [dtype])
 
 
 def test_the_message_names_the_tensors_and_keeps_its_length():
