@@ -40,18 +40,14 @@ def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(
     assert own_host(loopback=False) == "192.0.2.9"
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({}, "127.0.0.1"), ({"inference_host": "0.0.0.0"}, "0.0.0.0"), ({"inference_host": "10.0.0.7"}, "10.0.0.7"),
+@pytest.mark.parametrize(("fields", "beside_the_driver", "elsewhere"), [
+    ({}, "127.0.0.1", "0.0.0.0"), ({"inference_host": "0.0.0.0"}, "0.0.0.0", "0.0.0.0"),
+    ({"inference_host": "10.0.0.7"}, "10.0.0.7", "10.0.0.7"),
 ])  # fmt: skip
-def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_host(fields, expected):
-    assert bind_host(config_of(**fields), Network(True, False)) == expected
-
-
-def test_servers_on_other_nodes_listen_on_inference_host_and_use_their_nodes_address():
-    assert bind_host(config_of(), Network(False, True)) == config_of().inference_host == "0.0.0.0"
-    assert bind_host(config_of(inference_host="10.0.0.7"), Network(False, True)) == "10.0.0.7"
-    assert advertised_host("0.0.0.0", "10.0.0.4") == "10.0.0.4"
-    assert advertised_host("10.0.0.7", "10.0.0.4") == "10.0.0.7"
+def test_servers_listen_on_inference_host_or_on_loopback_beside_the_driver(fields, beside_the_driver, elsewhere):
+    assert bind_host(config_of(**fields), Network(True, False)) == beside_the_driver
+    assert bind_host(config_of(**fields), Network(False, True)) == elsewhere
+    assert advertised_host(elsewhere, "10.0.0.4") == ("10.0.0.4" if elsewhere == "0.0.0.0" else elsewhere)
 
 
 @pytest.mark.parametrize(("address", "interface"), [
@@ -64,14 +60,8 @@ def test_an_address_belongs_to_its_interface(monkeypatch, address, interface):
     assert interface_of(address) == interface
 
 
-def test_loopback_is_among_the_interfaces_of_this_machine():
-    assert interface_of("127.0.0.1") == "lo"
-
-
-def test_nccl_and_gloo_get_the_interface_unless_the_user_chose_one():
-    environment: dict[str, str] = {}
+@pytest.mark.parametrize("chosen", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
+def test_nccl_and_gloo_get_the_interface_unless_the_user_chose_one(chosen):
+    environment = dict(chosen)
     use_interface_of("127.0.0.1", environment)
-    assert environment == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    use_interface_of("127.0.0.1", environment)
-    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
+    assert environment == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", **chosen}

@@ -76,16 +76,12 @@ async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_a
     assert (placement.gpus_per_server, placement.gpus_per_rank) == (2, 1)
 
 
-async def test_on_cpu_no_bundle_asks_for_a_gpu(fake):
-    placement = await reserve(config_of(), plan_of(config_of(), gpus=0))
+async def test_the_strategies_are_those_of_the_config_and_on_cpu_no_bundle_asks_for_a_gpu(fake):
+    config = config_of(ray_inference_placement_strategy="SPREAD", ray_trainer_placement_strategy="STRICT_PACK")
+    placement = await reserve(config, plan_of(config, gpus=0))
+    assert [group.strategy for group in fake.groups] == ["STRICT_PACK", "SPREAD"], "what must be together is first"
     assert all("GPU" not in bundle for group in fake.groups for bundle in group.bundle_specs)
     assert placement.options("trainer", 0, 2.0)["num_gpus"] == 0
-
-
-async def test_the_strategies_are_those_of_the_config(fake):
-    config = config_of(ray_inference_placement_strategy="SPREAD", ray_trainer_placement_strategy="STRICT_PACK")
-    await reserve(config, plan_of(config, gpus=0))
-    assert [group.strategy for group in fake.groups] == ["STRICT_PACK", "SPREAD"], "what must be together is first"
 
 
 async def test_an_actor_goes_to_the_bundle_of_its_number(fake):

@@ -122,20 +122,16 @@ def test_what_the_user_sets_wins_variable_by_variable():
     assert config.ray_runtime_env == user, "the config is not touched"
 
 
-def test_debug_asks_torch_for_more():
-    assert "TORCH_DISTRIBUTED_DEBUG" not in runtime_environment(config_of(), RUN_DIR)["env_vars"]
-    assert runtime_environment(config_of(debug=True), RUN_DIR)["env_vars"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-
-
-def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray, tmp_path):
-    cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
+@pytest.mark.parametrize("forwarded", [True, False])
+def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray, tmp_path, forwarded):
+    config = config_of(ray_address="auto", ray_log_to_driver=forwarded)
+    cluster = connect(config, RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert not cluster.started_here
     assert (cluster.node_names, cluster.driver_node) == ({"first": "box"}, "first")
     assert cluster.resources.nodes == (NodeResources("10.0.0.1", 8.0, 2),)
     (call,) = fake_ray.calls
-    assert call["address"] == "auto"
-    assert call["namespace"] == config_of().ray_namespace
-    assert call["log_to_driver"] is True
+    expected = {"address": "auto", "namespace": config.ray_namespace, "log_to_driver": forwarded}
+    assert {name: call[name] for name in expected} == expected
     assert "num_cpus" not in call, "a cluster that runs has resources of its own"
 
 
@@ -194,11 +190,6 @@ def hook_of_the_site(env: dict[str, Any]) -> dict[str, Any]:
     return {**env, "by_the_site": True}
 
 
-def test_worker_output_is_not_forwarded_if_so_configured(fake_ray, tmp_path):
-    connect(config_of(ray_log_to_driver=False), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
-    assert fake_ray.calls[0]["log_to_driver"] is False
-
-
 def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch):
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("GLOO_SOCKET_IFNAME", "eth7"), ("NCCL_DEBUG", "WARN")):
         monkeypatch.setenv(name, value)
@@ -246,20 +237,20 @@ def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(fake_ray, mo
     assert (kept / "raylet.err").read_text() == "no space"
 
 
-def test_a_slow_start_of_ray_is_tried_again(fake_ray, tmp_path):
+def test_a_slow_start_of_ray_is_tried_again_unless_it_is_cancelled(fake_ray, tmp_path):
+    def start(**options: Any) -> Cluster:
+        return connect(config_of(ray_address="local"), tmp_path, tmp_path, local_cpus=2, local_gpus=0, **options)
+
     fake_ray.errors = [RuntimeError("The current node timed out during startup. This could happen because ...")]
-    assert connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=2, local_gpus=0).started_here
+    assert start().started_here
     assert len(fake_ray.calls) == 2
     assert fake_ray.num_shutdowns == 1, "what came up of the first is ended"
-
-
-def test_a_cancelled_start_of_ray_is_not_tried_again(fake_ray, tmp_path):
     stopped = threading.Event()
     fake_ray.on_init = stopped.set
     fake_ray.errors = [RuntimeError("The current node timed out during startup.")] * 2
     with pytest.raises(RunError):
-        connect(config_of(ray_address="local"), tmp_path, tmp_path, local_cpus=2, local_gpus=0, stopped=stopped)
-    assert len(fake_ray.calls) == 1
+        start(stopped=stopped)
+    assert len(fake_ray.calls) == 3
 
 
 def test_a_cluster_started_here_has_a_private_directory_and_a_token_of_its_own(fake_ray, tmp_path):

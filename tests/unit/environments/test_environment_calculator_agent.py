@@ -33,17 +33,14 @@ def result_of(*completions, style="short", question=QUESTION, **kwargs):
     return environment.compute_reward(state), replies
 
 
-def test_computing_step_by_step_is_rewarded():
-    reward, metrics, replies = play("<call>12+7</call>", "<call>19*3</call>", "<answer>57</answer>")
+@pytest.mark.parametrize(("style", "call"), [
+    ("short", "<call>{}</call>"),
+    ("full", '<tool_call>{{"name": "calculate", "arguments": {{"expression": "{}"}}}}</tool_call>'),
+])  # fmt: skip
+def test_computing_step_by_step_is_rewarded_in_both_forms(style, call):
+    reward, metrics, replies = play(call.format("12+7"), call.format("19 * 3"), "<answer>57</answer>", style=style)
     assert replies == [["19"], ["57"]]
     assert (reward, metrics["correct"], metrics["num_turns"], metrics["calculate_calls"]) == (1.0, 1.0, 3.0, 2.0)
-
-
-def test_the_full_form_works_the_same():
-    calls = [f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{e}"}}}}</tool_call>'
-             for e in ("12 + 7", "19 * 3")]  # fmt: skip
-    reward, _, replies = play(*calls, "It is <answer>57</answer>", style="full")
-    assert (reward, replies) == (1.0, [["19"], ["57"]])
 
 
 @pytest.mark.parametrize(("completions", "right"), [

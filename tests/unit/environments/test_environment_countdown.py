@@ -47,15 +47,12 @@ def test_solutions_earn_the_full_reward(seed, operations):
         assert result.total_reward == environment.reward_max == 2.0
 
 
-def test_dataset_is_a_function_of_the_seed():
+def test_dataset_is_a_function_of_the_seed_and_a_longer_one_begins_with_the_shorter_one():
     first, again, other = (countdown(seed=seed) for seed in (1, 1, 2))
     uids = [[sample_uid(environment.get_sample(i)) for i in range(50)] for environment in (first, again, other)]
     assert uids[0] == uids[1] != uids[2] and len(set(uids[0])) == 50
-
-
-def test_a_longer_dataset_begins_with_the_shorter_one():
-    short, long = countdown(num_samples=10), countdown(num_samples=40)
-    assert [long.get_sample(i) for i in range(10)] == [short.get_sample(i) for i in range(10)]
+    short = countdown(num_samples=10, seed=1)
+    assert [first.get_sample(i) for i in range(10)] == [short.get_sample(i) for i in range(10)]
 
 
 def test_held_out_puzzles_are_in_no_training_set_for_any_seed():
@@ -107,23 +104,16 @@ def test_weights_change_the_reward_and_not_the_metrics():
     assert result.total_reward == pytest.approx(0.1)
     assert result.sample_metrics == {"correct": 0.0, "format": 1.0}
     assert (environment.reward_min, environment.reward_max) == (0.0, pytest.approx(1.1))
+    ended = environment.compute_reward("<answer>3+7+12</answer><eos>", puzzle((3, 7, 12), 22), eos_token="<eos>")
+    assert ended.sample_metrics == {"correct": 1.0, "format": 1.0}, "an end token keeps the form valid"
 
 
-def test_an_end_token_after_the_answer_keeps_the_form_valid():
-    result = countdown().compute_reward("<answer>3+7+12</answer><eos>", puzzle((3, 7, 12), 22), eos_token="<eos>")
-    assert result.total_reward == 2.0
-
-
-def test_short_prompts_are_bare_and_full_ones_explain():
+def test_short_prompts_are_bare_full_ones_explain_and_both_may_be_replaced():
     short = countdown(prompt_style="short")
     assert short.build_messages(short.question((3, 7, 12), 22)) == [{"role": "user", "content": "3 7 12 -> 22"}]
     system, user = countdown().build_messages(countdown().question((3, 7, 12), 22))
     assert system["role"] == "system"
-    assert "Make 22 from the numbers 3, 7, 12." in user["content"]
-    assert "<answer>" in user["content"]
-
-
-def test_prompts_may_be_replaced_or_null():
+    assert "Make 22 from the numbers 3, 7, 12." in user["content"] and "<answer>" in user["content"]
     bare = countdown(system_prompt=None, instruction_prompt=None)
     assert bare.build_messages("q") == [{"role": "user", "content": "q"}]
     own = countdown(prompt_style="short", system_prompt="S", instruction_prompt="I")

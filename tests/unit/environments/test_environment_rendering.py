@@ -79,18 +79,14 @@ def test_an_end_token_that_the_prompt_itself_holds_is_kept(text, from_template):
     assert renderer(FakeTokenizer("be")).encode(text + "</s>", from_template=from_template)[-1] == EOS
 
 
-def test_template_gets_enable_thinking_and_the_system_prompt():
-    text = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(Question(system_prompt="S"), "q")
-    assert text == "<s>[system]S[user]q[assistant]<think>\n"
-
-
-def test_thinking_prefix_is_added_once():
+def test_template_gets_enable_thinking_and_the_system_prompt_and_the_thinking_prefix_is_added_once():
+    thinking = renderer(FakeTokenizer(), enable_thinking=True)
+    assert thinking.prompt_text(Question(system_prompt="S"), "q") == "<s>[system]S[user]q[assistant]<think>\n"
     environment = Question(add_thinking_prefix=True)
     assert renderer(FakeTokenizer()).prompt_text(environment, "q").endswith("[assistant]<think>")
     assert environment.format_prompt("q", FakeTokenizer(), add_thinking_prefix=False).endswith("[assistant]")
     assert Question().format_prompt("q", FakeTokenizer(), add_thinking_prefix=True).endswith("[assistant]<think>")
-    with_template = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(environment, "q")
-    assert with_template.endswith("[assistant]<think>\n")
+    assert thinking.prompt_text(environment, "q").endswith("[assistant]<think>\n")
 
 
 def test_messages_keep_their_own_system_prompt():

@@ -184,11 +184,6 @@ def test_an_answer_without_a_call_is_final_and_calls_in_thoughts_do_not_count():
     assert environment.is_done(after(environment, called)) == (False, None)
 
 
-def test_a_lost_sandbox_is_an_infrastructure_failure():
-    with pytest.raises(InfrastructureError):
-        reply(Tools(), xml("lose_the_sandbox", {}))
-
-
 @pytest.mark.parametrize("form", ["xml", "function"])
 @pytest.mark.parametrize(
     "code",
@@ -200,7 +195,7 @@ def test_types_and_comparisons_in_code_are_no_attempts_of_a_call(form, code):
     assert environment.is_done(after(environment, code)) == (True, "final_answer")
 
 
-def test_no_call_goes_on_after_another_one_of_the_answer_lost_its_sandbox():
+def test_a_lost_sandbox_is_an_infrastructure_failure_after_which_no_call_of_the_answer_goes_on():
     ended = []
 
     async def lose_it_later():
@@ -213,14 +208,10 @@ def test_no_call_goes_on_after_another_one_of_the_answer_lost_its_sandbox():
         finally:
             ended.append(asyncio.current_task().cancelling())
 
-    async def answer():
-        environment = Tools(tools=[lose_it_later, go_on])
-        state = after(environment, xml("lose_it_later", {}) + xml("go_on", {}))
+    for calls in (xml("lose_it_later", {}) + xml("go_on", {}), xml("lose_the_sandbox", {})):
         with pytest.raises(InfrastructureError):
-            await environment.env_response(conversation(state), state)
-        assert ended == [1]
-
-    asyncio.run(answer())
+            reply(Tools(tools=[lose_it_later, go_on, lose_the_sandbox]), calls)
+    assert ended == [1]
 
 
 def test_the_formatter_words_errors_and_may_fail():
@@ -291,16 +282,13 @@ class Overridden(Tools):
         return result
 
 
-def test_an_async_override_may_await_the_original_of_any_tool():
-    assert reply(Overridden(), xml("add", [1]) + xml("slow_add", [1, 2])) == ["[2]", "[3]"]
-
-
 class Raising(Tools):
     def execute_tool(self, call):
         raise KeyError(call.name)
 
 
-def test_an_override_that_raises_is_an_error_message():
+def test_an_override_may_be_async_and_its_error_is_a_message():
+    assert reply(Overridden(), xml("add", [1]) + xml("slow_add", [1, 2])) == ["[2]", "[3]"]
     assert reply(Raising(), xml("add", [1])) == ["Error: KeyError: 'add'"]
 
 

@@ -18,14 +18,10 @@ def caught(function) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_an_error_in_a_library_names_the_line_that_called_it():
+def test_an_error_in_a_library_names_the_line_that_called_it_or_one_in_the_folder_of_the_environment():
     error = caught(lambda: json.loads("?"))
     assert user_code_line(error).startswith(f"{HERE}:")
     assert describe_error(error).startswith("JSONDecodeError: Expecting value")
-
-
-def test_a_line_in_the_folder_of_the_environment_comes_first():
-    error = caught(lambda: json.loads("?"))
     assert Path(user_code_line(error, Path(json.__file__).parent)).name.startswith("decoder.py:")
 
 
@@ -52,20 +48,14 @@ def test_an_error_without_a_traceback_is_described(error, text):
     assert describe_error(error) == text
 
 
-def test_a_long_error_is_cut():
-    text = describe_error(ValueError("x" * 5_000_000))
-    assert len(text) < 2_100 and text.endswith("(5000012 characters in all)")
-
-
-def test_the_first_error_of_a_group_is_described():
-    group = ExceptionGroup("one", [ExceptionGroup("two", [ValueError("inner"), KeyError("other")])])
-    assert describe_error(group).startswith("ValueError: inner")
-
-
-def test_a_stop_iteration_is_described_with_its_own_line():
+def test_a_long_error_is_cut_and_the_first_of_a_group_and_a_stop_iteration_are_described():
     def empty():
         yield next(iter(()))
 
+    text = describe_error(ValueError("x" * 5_000_000))
+    assert len(text) < 2_100 and text.endswith("(5000012 characters in all)")
+    group = ExceptionGroup("one", [ExceptionGroup("two", [ValueError("inner"), KeyError("other")])])
+    assert describe_error(group).startswith("ValueError: inner")
     error = caught(lambda: list(empty()))
     assert isinstance(error, RuntimeError)
-    assert describe_error(error).startswith(f"StopIteration at {HERE}:")
+    assert describe_error(error).startswith(f"StopIteration at {HERE}:"), "with its own line"

@@ -76,24 +76,22 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_failure_closes_a_server_at_once_and_only_that_one(bench) -> None:
-    bench.pool.close(0, DEAD)
-    assert bench.pool.up == [1]
-    assert bench.slots.up == [False, True]
-    assert "connection refused" in bench.status.components["server 0"]
-
-
-def test_many_failures_of_one_server_are_one_message(bench) -> None:
+def test_failures_close_a_server_at_once_and_only_that_one_with_one_message(bench) -> None:
     for _ in range(50):
         bench.pool.close(0, DEAD)
+        assert (bench.pool.up, bench.slots.up) == ([1], [False, True])
+    assert "connection refused" in bench.status.components["server 0"]
     assert len(bench.status.messages) == 1
 
 
-async def test_a_server_whose_process_runs_is_brought_back_without_a_restart(bench) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_a_restart_is_detected_by_its_count_also_between_two_polls(bench, restarts) -> None:
+    bench.handles[0].restarts = restarts
     async with bench.watched():
-        bench.pool.close(0, DEAD)
-        await bench.until(lambda: bench.pool.up == [0, 1])
-    assert bench.brought == [(0, False, False)]
+        if not restarts:
+            bench.pool.close(0, DEAD)
+        await bench.until(lambda: len(bench.brought) == 1 and bench.pool.up == [0, 1])
+    assert bench.brought == [(0, bool(restarts), False)]
     assert bench.slots.up[0]
 
 
@@ -110,13 +108,6 @@ async def test_a_restarted_server_has_its_weights_before_its_slots_open(bench) -
         "server 1 is down: its process is restarting", "server 1 is back with the current weights",
     ]  # fmt: skip
     assert all("was killed by SIGKILL" in message for message in bench.status.messages)
-
-
-async def test_a_restart_between_two_polls_is_detected_by_its_count(bench) -> None:
-    bench.handles[0].restarts = 1
-    async with bench.watched():
-        await bench.until(lambda: len(bench.brought) == 1 and bench.pool.up == [0, 1])
-    assert bench.brought == [(0, True, False)]
 
 
 async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None:

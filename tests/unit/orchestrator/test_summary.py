@@ -41,16 +41,14 @@ def test_the_summary_of_a_finished_run_reports_the_gain() -> None:
     assert "finished 2 steps in 12 s" in summary.sentence
 
 
-def test_a_continued_run_says_which_steps_its_seconds_are_of() -> None:
-    assert replace(summary_of(), steps=16).sentence == "finished 16 steps, the last 2 in 12 s"
-
-
-@pytest.mark.parametrize(("status", "sentence"), [
-    ("finished", "finished 1 step in 12 s"), ("stopped", "stopped after 1 step, as requested"),
-    ("failed", "failed after 1 step"),
+@pytest.mark.parametrize(("steps", "status", "sentence"), [
+    (16, "finished", "finished 16 steps, the last 2 in 12 s"), (1, "finished", "finished 1 step in 12 s"),
+    (1, "stopped", "stopped after 1 step, as requested"), (1, "failed", "failed after 1 step"),
 ])  # fmt: skip
-def test_one_step_is_one_step(status: Any, sentence: str) -> None:
-    assert replace(summary_of(), status=status, steps=1).sentence == sentence
+def test_the_sentence_counts_steps_and_says_which_ones_its_seconds_are_of(
+    steps: int, status: Any, sentence: str
+) -> None:
+    assert replace(summary_of(), status=status, steps=steps).sentence == sentence
 
 
 def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
@@ -62,10 +60,6 @@ def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
     assert (summary.heldout_before, summary.heldout_after) == (0.2, 0.4)
     assert [entry["name"] for entry in summary.evals] == ["seen", "countdown", "seen", "countdown"]
     assert summary.evals[0]["scored"] == 499
-
-
-def test_without_held_out_items_it_is_the_first_eval() -> None:
-    assert summary_of([result(0, 0.1, held_out=False)]).heldout_before == 0.1
 
 
 def test_the_summary_has_the_intervals_of_accuracy_and_gain() -> None:
@@ -86,9 +80,9 @@ def test_two_evals_of_one_name_are_not_compared_with_each_other() -> None:
     assert (summary.heldout_before, summary.heldout_after) == (0.25, 0.5)
 
 
-def test_what_was_not_measured_is_null() -> None:
-    summary = summary_of([result(0, 0.25)])
-    assert summary.heldout_after is None
+def test_what_was_not_measured_is_null_and_without_held_out_items_the_headline_is_the_first_eval() -> None:
+    summary = summary_of([result(0, 0.1, held_out=False)])
+    assert (summary.heldout_before, summary.heldout_after) == (0.1, None)
     assert summary_of().heldout_before is None
     assert summary_of(training_seconds=None).training_seconds is None
 
@@ -110,8 +104,8 @@ def test_the_summary_has_one_word_for_the_end_of_a_run(changes: dict[str, Any], 
 def test_the_file_holds_every_field_as_plain_json() -> None:
     summary = summary_of([result(0, 0.25), result(2, 0.5)])
     written = json.loads(json.dumps(asdict(summary), allow_nan=False))
-    for name in ("heldout_before", "heldout_after", "steps", "seconds", "run_dir", "config_hash", "status", "evals"):
-        assert name in written
+    names = {"heldout_before", "heldout_after", "steps", "seconds", "run_dir", "config_hash", "status", "evals"}
+    assert names <= set(written)
     assert written["evals"][1]["metrics"]["correct"] == 0.5
 
 
