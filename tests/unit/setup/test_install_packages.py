@@ -47,15 +47,13 @@ def test_nothing_is_installed_unasked(
     assert commands(tmp_path) == []
 
 
-def test_without_root_the_error_names_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_without_root_the_error_names_what_to_do_and_make_test_leaves_the_pages_out(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(script.InstallError, match=r"CHROMIUM=1 needs root.*playwright install chromium"):
         script.install("CHROMIUM")
-
-
-def test_make_test_leaves_the_pages_out_without_root(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CHROMIUM", "auto")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert script.install("CHROMIUM") is None
 
 

@@ -24,12 +24,9 @@ def test_every_digit_is_a_token_of_its_own(number):
     assert [TOKENIZER.decode([i]) for i in ids] == ["a", *str(number), " ", *str(number)]
 
 
-def test_every_byte_has_a_token():
+def test_every_byte_has_a_token_and_the_same_corpus_gives_the_same_ids():
     assert len(TOKENIZER(chr(0x10FFFF))["input_ids"]) == 4
     assert len(TOKENIZER) <= 384
-
-
-def test_the_same_corpus_gives_the_same_ids():
     assert build_tokenizer(CORPUS, 384).get_vocab() == TOKENIZER.get_vocab()
 
 
