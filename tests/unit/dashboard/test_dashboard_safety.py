@@ -44,17 +44,14 @@ def test_host_and_origin_are_checked(client, headers, status):
     assert client.get("/api/runs", headers=headers).status_code == status
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_only_reading_is_answered(client, method):
-    assert client.request(method, "/api/runs").status_code == 405
-
-
-def test_every_answer_has_the_headers_of_safety(client):
+def test_only_reading_is_answered_and_every_answer_has_the_headers_of_safety(client):
     for address in ("/api/runs", "/", "/api/nothing", "/api/runs/nowhere"):
         headers = client.get(address).headers
         assert "default-src 'none'" in headers["content-security-policy"]
         assert "http" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert client.request(method, "/api/runs").status_code == 405
 
 
 @pytest.mark.parametrize("path", [
@@ -69,18 +66,14 @@ def test_no_path_leads_out(root, static, path):
     assert answer.status_code == 404 or "<title>index</title>" in answer.text
 
 
-def test_pages_are_served_and_hashed_files_are_kept(root, static):
+def test_pages_are_served_and_hashed_files_are_kept(root, static, tmp_path):
     client = client_of(root, static=static)
     assert "immutable" in client.get("/assets/a-1.js").headers["cache-control"]
     assert client.get("/assets/gone.js").status_code == 404
     assert client.get("/").text == "<title>index</title>"
     elsewhere = client.get("/any/page")
     assert elsewhere.status_code == 404 and '<a href="/">' in elsewhere.text
-
-
-def test_without_a_build_the_page_says_how_to_make_one(root, tmp_path):
-    client = client_of(root, static=tmp_path)
-    assert "make dashboard" in client.get("/").text
+    assert "make dashboard" in client_of(root, static=tmp_path).get("/").text, "without a build"
 
 
 def test_beyond_loopback_every_request_needs_the_token(root, static):

@@ -58,22 +58,15 @@ def test_a_folder_that_cannot_be_read_is_named_once(root, monkeypatch):
     assert [row["problem"] for row in problems[0]] == ["not now"] * 2 and problems[1] == problems[0]
 
 
-def test_a_search_sees_answers_that_came_later(tmp_path):
+def test_a_search_of_a_growing_run_sees_later_answers_and_keeps_each_hit_once(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
-        client = client_of(tmp_path)
+        client, store = client_of(tmp_path), RunStore(Run(tmp_path / "run"))
         for step in range(3):
             write_step(recorder, step)
             assert recorder.flush()
             assert client.get("/api/runs/run/samples?search=answer_1").json()["total"] == 4 * (step + 1)
-
-
-def test_a_search_of_a_growing_run_keeps_each_hit_once(tmp_path):
-    with Recorder(tmp_path / "run") as recorder:
-        store = RunStore(Run(tmp_path / "run"))
-        for number in range(4):
-            recorder.write("turns", {"sample_id": str(number), "turn": 0, "role": "assistant", "text": "found"})
-            assert recorder.flush()
-            assert sorted(store.search("found")["id"].to_pylist()) == [str(each) for each in range(number + 1)]
+            hits = store.search("answer_1")["id"].to_pylist()
+            assert len(hits) == len(set(hits)) == 4 * (step + 1)
 
 
 def test_a_run_that_was_replaced_is_read_from_the_start(tmp_path):
@@ -148,29 +141,19 @@ def test_a_sample_is_found_when_an_earlier_file_is_lost(tmp_path):
         assert [turn["text"] for turn in turns] == ([] if row["step"] == 0 else [row["completion"]])
 
 
-def test_a_file_that_is_completed_while_the_run_is_copied_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 0.0)
-    write_run(tmp_path / "run", "grpo")
-    (file,) = (tmp_path / "run" / "tables" / "steps").iterdir()
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    with client_of(tmp_path) as client:
-        assert client.get("/api/runs/run/steps").json()["step"] == []
-        assert client.get("/api/runs").json()["problems"]
-        file.write_bytes(content)
-        assert client.get("/api/runs").json()["problems"] == []
-        assert len(client.get("/api/runs/run/steps").json()["step"]) > 0
-
-
-def test_a_file_that_arrives_after_later_ones_while_the_run_is_copied_is_shown(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_that_is_completed_or_arrives_while_the_run_is_copied_is_shown(tmp_path, monkeypatch, is_there):
     monkeypatch.setattr("telescope.dashboard.registry.SEARCH_SECONDS", 0.0)
     write_blocks(tmp_path / "run", 3)
     late = list(Run(tmp_path / "run").table_files("samples"))[1].path
-    late.rename(tmp_path / "late")
+    content = late.read_bytes()
+    late.write_bytes(content[: len(content) // 2])
+    if not is_there:
+        late.unlink()
     client = client_of(tmp_path)
     assert client.get("/api/runs/run/samples").json()["total"] == 32
     assert client.get("/api/runs").json()["problems"]
-    (tmp_path / "late").rename(late)
+    late.write_bytes(content)
     assert client.get("/api/runs").json()["problems"] == []
     assert client.get("/api/runs/run/samples").json()["total"] == 48
 
