@@ -34,19 +34,17 @@ def example_environment(tmp_path: Path) -> Path:
     return path.parent.parent
 
 
-def test_the_environment_of_the_readme_scores_answers(example_environment: Path):
+def test_the_environment_of_the_readme_scores_answers_to_the_demos_prompts_in_twenty_lines(example_environment: Path):
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
     environment = get_environment("add_up", environments_path=[example_environment], num_samples=5)
     sample = environment.get_sample(0)
     assert len(environment) == 5
     assert environment.compute_reward(f"<answer>{sample.answer}</answer>", sample).total_reward == 1.0
     assert environment.compute_reward("<answer>1-1</answer>", sample).sample_metrics == {"correct": 0.0}
-
-
-def test_the_environment_of_the_readme_has_the_demos_prompts(example_environment: Path):
-    prompt = get_environment("add_up", environments_path=[example_environment]).get_sample(0).prompt
-    *numbers, arrow, target = prompt.split()
+    *numbers, arrow, target = sample.prompt.split()
     assert arrow == "->"
-    assert prompt == CountdownEnvironment(prompt_style="short").question(map(int, numbers), int(target))
+    assert sample.prompt == CountdownEnvironment(prompt_style="short").question(map(int, numbers), int(target))
 
 
 def test_the_command_that_trains_on_it_would_start(example_environment, monkeypatch, capsys):
@@ -62,11 +60,6 @@ def test_the_command_that_trains_on_it_would_start(example_environment, monkeypa
     monkeypatch.setattr("telescope.trainer.trial.try_model", lambda config: None)  # the README has no such model
     assert program == ".venv/bin/telescope"
     assert main([*arguments, "--dry-run", "--inference_base_port=22431"]) == 0, capsys.readouterr().err
-
-
-def test_the_environment_of_the_readme_takes_twenty_lines():
-    (code,) = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
 
 
 def test_the_yaml_examples_resolve(example_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -87,28 +80,14 @@ def test_every_example_resolves_and_names_environments_that_ship(path: Path):
         check_eval(eval_entry.name)
 
 
-def test_the_commands_of_the_readme_exist():
+def test_the_commands_make_targets_and_files_that_the_readme_names_exist():
     table = re.findall(r"^\| `telescope ([a-z-]+)", README, flags=re.MULTILINE)
     assert set(table) == set(COMMANDS)
-
-
-def test_the_make_targets_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"a"}:
-        if target.split()[0] not in ("and", "sure"):
-            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
-def test_the_files_that_the_readme_links_to_exist():
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"a", "and", "sure"}:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
     links = re.findall(r"\]\(([^)#:]+)\)", README)
+    words = [word for block in blocks("") for word in shlex.split(block.replace("\\\n", " "), comments=True)]
     assert links
-    missing = [link for link in links if not (ROOT / link).exists()]
-    assert not missing
-
-
-def test_the_shell_examples_name_files_that_exist():
-    for block in blocks(""):
-        for line in block.replace("\\\n", " ").splitlines():
-            for word in shlex.split(line, comments=True):
-                if word.startswith("configs/"):
-                    assert (ROOT / word).exists(), line
+    files = [*links, *(word for word in words if word.startswith("configs/"))]
+    assert [file for file in files if not (ROOT / file).exists()] == []

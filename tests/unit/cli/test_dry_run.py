@@ -125,13 +125,9 @@ def test_a_run_that_fits_has_one_remark_that_it_cannot_be_resumed(dry_run):
 
 
 @pytest.mark.parametrize(("number", "shown"), [(1, "1 step"), (20, "20 steps")])
-def test_the_number_of_steps_is_shown(dry_run, number, shown):
+def test_the_number_of_steps_is_shown_and_unused_kinds_of_memory_have_no_row(dry_run, number, shown):
     printed, _ = dry_run(**HERE, number_of_steps=number)
     assert re.search(rf"in flight; {shown}$", printed, re.MULTILINE)
-
-
-def test_unused_kinds_of_memory_have_no_row(dry_run):
-    printed, _ = dry_run(**HERE)
     assert "gradients" in printed
     for words in ("libraries", "second copy for weight syncs", "0.0 MiB"):
         assert words not in printed

@@ -45,10 +45,13 @@ def test_each_attempt_has_its_own_code(two):
     assert client.get("/api/runs/a/code?attempt=3").status_code == 404
 
 
-def test_a_run_without_code_says_so(two):
-    client, *_ = two
+def test_a_run_without_code_says_so_and_a_binary_file_has_no_text(two):
+    client, run, _ = two
     assert client.get("/api/runs/a/code").json()["attempt"] is None
     assert "no code" in client.get("/api/runs/a/code/file?path=x").json()["detail"]
+    write_code(archive(run), {"a": b"\0\1", "b": b"\xff\xfe"})
+    for path in ("a", "b"):
+        assert client.get(f"/api/runs/a/code/file?path={path}").json()["text"] is None
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../run.json", "sources/../git.json", "git.json", ""])
@@ -69,13 +72,6 @@ def test_links_of_a_foreign_archive_are_not_followed(two, tmp_path):
         made.addfile(tarfile.TarInfo("../outside"), io.BytesIO())
     assert [row["path"] for row in client.get("/api/runs/a/code").json()["files"]] == ["../outside"]
     assert not (run.parent / "outside").exists()
-
-
-def test_a_binary_file_has_no_text(two):
-    client, run, _ = two
-    write_code(archive(run), {"a": b"\0\1", "b": b"\xff\xfe"})
-    for path in ("a", "b"):
-        assert client.get(f"/api/runs/a/code/file?path={path}").json()["text"] is None
 
 
 def test_files_that_differ_have_a_unified_diff(two):
@@ -111,19 +107,15 @@ def test_files_of_many_lines_are_not_compared_by_line(two, monkeypatch):
     assert (row["status"], row["diff"]) == ("changed", None)
 
 
-def test_a_damaged_archive_is_named(two):
-    client, run, _ = two
-    write_code(archive(run), {"a": "1" * 1000})
+def test_a_damaged_archive_or_one_that_unpacks_to_too_much_is_refused(two, monkeypatch):
+    client, run, other = two
+    for folder in (run, other):
+        write_code(archive(folder), {"a": "1" * 1000})
     archive(run).write_bytes(archive(run).read_bytes()[:100])
     answer = client.get("/api/runs/a/code")
     assert answer.status_code == 400 and "attempt-1.tar.gz cannot be read" in answer.json()["detail"]
-
-
-def test_an_archive_that_unpacks_to_too_much_is_refused(two, monkeypatch):
-    client, run, _ = two
     monkeypatch.setattr(code, "MAX_TOTAL_BYTES", 999)
-    write_code(archive(run), {"a": "1" * 1000})
-    assert "holds more than" in client.get("/api/runs/a/code").json()["detail"]
+    assert "holds more than" in client.get("/api/runs/b/code").json()["detail"]
 
 
 def test_few_archives_stay_in_memory(two):

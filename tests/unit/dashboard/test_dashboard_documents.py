@@ -24,11 +24,17 @@ def files(tmp_path):
     return sorted(tmp_path.rglob("*.json"))
 
 
-def test_a_document_is_read_as_it_was_written(user, tmp_path):
-    assert user.get("/api/user/layouts").json() == {"value": None, "version": ""}
+def test_a_document_is_read_as_it_was_written_and_removed_without_a_value(user, tmp_path):
+    nothing = {"value": None, "version": ""}
+    assert user.get("/api/user/notes?run=first").json() == nothing
     assert files(tmp_path) == []
-    written = put(user, "layouts", {"own": ["a", "ß"]}).json()
-    assert user.get("/api/user/layouts").json() == written == {**written, "value": {"own": ["a", "ß"]}}
+    written = put(user, "notes?run=first", {"own": ["a", "ß"]}).json()
+    assert user.get("/api/user/notes?run=first").json() == written == {**written, "value": {"own": ["a", "ß"]}}
+    (file,) = files(tmp_path)
+    kept = {"name": "notes", "value": written["value"]}
+    assert json.loads(file.read_text()).items() >= kept.items(), "the file says what it is"
+    assert put(user, "notes?run=first", None, written["version"]).json() == nothing
+    assert files(tmp_path) == []
 
 
 def test_notes_belong_to_a_run_wherever_its_folder_is(root, tmp_path):
@@ -47,26 +53,17 @@ def test_a_document_that_changed_meanwhile_is_not_overwritten(user):
     assert (answer.status_code, user.get("/api/user/notes").json()) == (409, second)
 
 
-def test_a_document_without_a_value_is_removed(user, tmp_path):
-    version = put(user, "notes", "a").json()["version"]
-    assert put(user, "notes", None, version).json() == {"value": None, "version": ""}
-    assert files(tmp_path) == []
-
-
 @pytest.mark.parametrize("name", ["..", "%2e%2e", "a%2fb", "..%2f..%2fsecret", "A", "a.json", "a" * 41, "a%00"])
 def test_no_name_becomes_a_path(user, tmp_path, name):
     assert put(user, name, "x").status_code in (400, 404, 405)
     assert files(tmp_path) == []
 
 
-def test_a_document_has_a_largest_size(user, tmp_path, monkeypatch):
+def test_documents_have_a_largest_size_and_number(user, tmp_path, monkeypatch):
     assert put(user, "notes", "x" * documents.MAX_BYTES).status_code == 413
     monkeypatch.setattr(documents, "MAX_BYTES", 100)
     assert "Shorten" in put(user, "notes", "x" * 100).json()["detail"]
     assert files(tmp_path) == []
-
-
-def test_documents_have_a_largest_number(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_DOCUMENTS", 1)
     kept = Documents(tmp_path)
     version = kept.write("a", 1, "").version
@@ -101,17 +98,13 @@ def test_nothing_but_documents_is_written(user):
         assert user.put(address, json={}).status_code == 405
 
 
-def test_a_damaged_document_is_named(user, tmp_path):
+def test_a_damaged_document_and_a_folder_that_cannot_be_written_are_named(user, tmp_path):
     put(user, "notes", "a")
     (file,) = files(tmp_path)
     file.write_text("{")
     assert str(file) in user.get("/api/user/notes").json()["detail"]
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "kept").write_text("a file")
     with pytest.raises(UserError, match="cannot be"):
-        Documents(tmp_path / "kept").write("notes", "a", "")
+        Documents(file / "kept").write("notes", "a", "")
 
 
 def test_the_folder_is_the_user_s_config_folder(monkeypatch, tmp_path):
@@ -120,12 +113,6 @@ def test_the_folder_is_the_user_s_config_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_folder() == tmp_path / ".config" / "telescope" / "dashboard"
-
-
-def test_a_kept_file_says_what_it_is(user, tmp_path):
-    put(user, "notes?run=first", ["a"])
-    (file,) = files(tmp_path)
-    assert json.loads(file.read_text()).items() >= {"name": "notes", "value": ["a"]}.items()
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', '{"\\udfff": 1}', "NaN", "[1e999]", "-Infinity"])

@@ -94,18 +94,14 @@ def test_the_model_of_an_older_record_is_found_in_its_files(tmp_path):
     assert architecture_of(Run(tmp_path))["layers"] == 4
 
 
-def test_a_well_known_model_has_its_sizes_without_a_file(tmp_path):
+def test_a_well_known_model_has_its_sizes_without_a_file_and_an_unknown_one_no_parts(tmp_path):
     (tmp_path / "run.json").write_text("{}")
+    found = architecture_of(Run(tmp_path))
+    assert (found["parts"], found["parameters"], found["source"]) == ([], None, None)
     (tmp_path / "config.yaml").write_text("model: Qwen/Qwen3-30B-A3B\n")
     found = architecture_of(Run(tmp_path))
     assert found["source"] == "a table of well-known models"
     assert found["active_parameters"] == pytest.approx(3.3e9, rel=0.05)
-
-
-def test_an_unknown_model_has_no_parts(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
-    found = architecture_of(Run(tmp_path))
-    assert (found["parts"], found["parameters"], found["source"]) == ([], None, None)
 
 
 def test_waiting_requests_are_found_among_the_gauges_of_many_gpus(live):

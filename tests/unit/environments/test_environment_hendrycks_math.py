@@ -134,8 +134,5 @@ def test_the_hubs_rows_become_samples(monkeypatch):
     assert [subset for _, subset, _ in hub.requested] == list(SUBJECTS)
     assert [(s.prompt, s.answer, s.metadata["level"]) for s in samples[:1]] == [("P algebra", "4", 4)]
     assert len(samples) == len(SUBJECTS)
-
-
-def test_an_answer_of_zero_is_an_answer(monkeypatch):
     serve_rows(monkeypatch, lambda *_: [{"problem": "1 - 1?", "answer": 0}])
     assert get_environment("hendrycks_math", dataset_name="someone/sums").get_sample(0).answer == "0"

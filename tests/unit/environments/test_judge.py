@@ -58,9 +58,12 @@ async def test_criteria_are_graded_and_weighted(usage):
     }  # fmt: skip
 
 
-async def test_an_empty_answer_is_zero_without_a_judge():
-    judge = Judge(url="http://127.0.0.1:9/v1", model="j")
-    assert [await judge.score("?", text) for text in (" ", "<think>never ends")] == [0.0, 0.0]
+async def test_an_empty_answer_is_zero_without_a_judge_and_a_missing_sdk_is_named_before_the_first_request(monkeypatch):
+    judge_of_nothing = Judge(url="http://127.0.0.1:9/v1", model="j")
+    assert [await judge_of_nothing.score("?", text) for text in (" ", "<think>never ends")] == [0.0, 0.0]
+    monkeypatch.setattr(judge, "is_installed", lambda name: False)
+    with pytest.raises(UserError, match=r"needs the package openai\. Install it: pip install openai"):
+        Judge(url="http://x/v1", model="j")
 
 
 async def test_an_answer_cannot_close_the_marks_around_it():
@@ -194,12 +197,6 @@ async def test_a_judge_that_cannot_work_is_an_error_before_a_run(monkeypatch):
 def test_a_mistake_in_the_settings_is_named(settings, message):
     with pytest.raises(UserError, match=message):
         Judge.of(settings)
-
-
-def test_a_missing_sdk_is_named_before_the_first_request(monkeypatch):
-    monkeypatch.setattr(judge, "is_installed", lambda name: False)
-    with pytest.raises(UserError, match=r"needs the package openai\. Install it: pip install openai"):
-        Judge(url="http://x/v1", model="j")
 
 
 async def test_the_policy_judges_within_a_rollout_and_is_asked_every_time():

@@ -61,25 +61,20 @@ def server() -> Server:
     return Server()
 
 
-async def test_requests_waiting_for_an_exited_engine_are_answered(server):
-    requests = [asyncio.create_task(server.request()) for _ in range(3)]
+async def test_requests_for_an_exited_engine_are_answered_whenever_they_come(server):
+    requests = [asyncio.create_task(server.request(method)) for method in ("POST", "POST", "GET")]
     await asyncio.sleep(0.05)
     assert not any(request.done() for request in requests)
     server.engine.errored = True
     await ended(requests)
+    for _ in range(2):
+        requests.append(asyncio.create_task(server.request()))
+        await ended(requests[-1:])
     for start, body in (request.result() for request in requests):
         assert start["status"] == 503
         assert b"has exited" in body["body"]
         assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-    assert server.num_cancelled == 3
-
-
-async def test_a_request_after_the_exit_is_ended_too(server):
-    server.engine.errored = True
-    for _ in range(2):
-        request = asyncio.create_task(server.request())
-        await ended([request])
-        assert request.result()[0]["status"] == 503
+    assert server.num_cancelled == 5
 
 
 async def test_the_servers_own_error_reaches_the_caller(monkeypatch):
@@ -117,14 +112,6 @@ async def test_requests_of_a_running_engine_are_left_alone(server, method):
     assert not request.done()
     server.may_answer.set()
     assert (await request)[0]["status"] == 200
-
-
-async def test_a_get_request_is_ended_too(server):
-    request = asyncio.create_task(server.request("GET"))
-    await asyncio.sleep(0.05)
-    server.engine.errored = True
-    await ended([request])
-    assert request.result()[0]["status"] == 503
 
 
 async def test_a_request_during_the_grace_period_has_its_own(monkeypatch):

@@ -57,8 +57,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server()
 
 
-async def test_an_engine_that_answers_stays_healthy(server: Server) -> None:
+async def test_an_engine_that_answers_stays_healthy_also_after_slow_steps(server: Server) -> None:
     assert await server.is_healthy_for(10 * STEP)
+    for _ in range(5):
+        server.loops.clear()
+        assert await server.is_healthy_for(0.9 * STEP)
+        server.loops.set()
+        assert await server.is_healthy_for(4)
 
 
 async def test_a_silent_engine_is_unhealthy_after_the_limit_but_not_before(server: Server) -> None:
@@ -70,14 +75,6 @@ async def test_a_silent_engine_is_unhealthy_after_the_limit_but_not_before(serve
     assert status == 503
     assert b"is running but has not responded for" in body
     assert b"inference_hang_timeout_seconds" in body
-
-
-async def test_a_slow_step_that_ends_is_healthy(server: Server) -> None:
-    for _ in range(5):
-        server.loops.clear()
-        assert await server.is_healthy_for(0.9 * STEP)
-        server.loops.set()
-        assert await server.is_healthy_for(4)
 
 
 async def test_a_weight_update_may_take_longer_than_a_step(server: Server) -> None:

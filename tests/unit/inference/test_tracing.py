@@ -64,21 +64,13 @@ def test_a_request_is_queue_prefill_and_decode_end_to_end():
     assert prefill["attributes"]["first_token_seconds"] == "3.250000"
 
 
-def test_clock_skew_gives_no_negative_interval():
-    rows = list(request_rows(100.0, TIMES | {"gen_ai.latency.e2e": 1.0}, server=0))
-    assert all(100.0 <= row["start"] <= row["end"] <= 101.0 for row in rows)
-
-
 @pytest.mark.parametrize("text", ["", "probe-123", "a.b.c@d", "5-0.0.0", "generate"])
-def test_foreign_request_ids_name_no_sample(text):
-    assert parse_request_id(text) is None
-    rows = list(request_rows(100.0, TIMES | {"gen_ai.request.id": text}, server=0))
-    assert [row["sample_id"] for row in rows] == [None] * 3
-
-
-def test_a_request_id_is_parsed_into_its_components():
+def test_foreign_request_ids_name_no_sample_and_clock_skew_gives_no_negative_interval(text):
     made = RequestId("eval.countdown.12-3", turn=11, attempt=2, slot=255)
-    assert parse_request_id(str(made)) == made
+    assert (parse_request_id(str(made)), parse_request_id(text)) == (made, None)
+    rows = list(request_rows(100.0, TIMES | {"gen_ai.latency.e2e": 1.0, "gen_ai.request.id": text}, server=0))
+    assert [row["sample_id"] for row in rows] == [None] * 3
+    assert all(100.0 <= row["start"] <= row["end"] <= 101.0 for row in rows)
 
 
 def test_what_vllm_sends_becomes_spans(receiver, rows):

@@ -69,14 +69,6 @@ def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(interrupt, c
     assert "at once" in capfd.readouterr().err
 
 
-def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt):
-    calls: list[str] = []
-    interrupt.on_first(lambda: calls.append("before"))
-    interrupt._signalled()
-    interrupt.on_first(lambda: calls.append("after"))
-    assert calls == ["before", "after"]
-
-
 async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt):
     steps: list[str] = []
 
@@ -94,16 +86,18 @@ async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt):
     assert steps == ["cleaned up"]
 
 
-async def test_nothing_is_started_after_a_signal(interrupt):
-    started: list[bool] = []
+async def test_actions_run_once_at_the_first_signal_after_which_nothing_is_started(interrupt):
+    calls: list[str] = []
 
     async def start() -> None:
-        started.append(True)
+        calls.append("started")
 
+    interrupt.on_first(lambda: calls.append("before"))
     interrupt._signalled()
+    interrupt.on_first(lambda: calls.append("after"))
     with pytest.raises(Interrupted):
         await interrupt.run_until_first(start())
-    assert not started
+    assert calls == ["before", "after"]
 
 
 async def test_an_undisturbed_start_returns_its_value_and_its_errors(interrupt):

@@ -110,14 +110,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
                 assert actual[name] == plain, (table, name)
 
 
-def test_a_tool_call_has_its_turn_and_its_place_in_the_sample() -> None:
-    rows = rows_of_everything()["tool_calls"]
-    assert [(row["turn"], row["call"], row["error"]) for row in rows] == [(1, 0, None), (1, 1, "no")]
-
-
-def test_tokens_name_their_sample_and_their_part_of_it() -> None:
-    rows = [record_rows.tokens_row(some_tokens(name), 7) for name in ("5-0", "5-0/2")]
-    assert [(row["sample_id"], row["part"]) for row in rows] == [("5-0", 0), ("5-0", 2)]
+def test_rows_have_their_turn_and_their_place_in_the_sample() -> None:
+    rows = rows_of_everything()
+    assert [(row["turn"], row["call"], row["error"]) for row in rows["tool_calls"]] == [(1, 0, None), (1, 1, "no")]
+    assert [(row["number"], row["turn"], row["key"], row["value"]) for row in rows["info"]] == [
+        (0, 0, "guess", "crane"), (0, 0, "colors", '["grey", "green"]'), (1, 4, "correct", "1.0"),
+    ]  # fmt: skip
+    tokens = [record_rows.tokens_row(some_tokens(name), 7) for name in ("5-0", "5-0/2")]
+    assert [(row["sample_id"], row["part"]) for row in tokens] == [("5-0", 0), ("5-0", 2)]
 
 
 def test_a_sample_that_is_not_trained_has_tokens_without_the_trainer_s_numbers() -> None:
@@ -131,17 +131,12 @@ def test_a_sample_that_is_not_trained_has_tokens_without_the_trainer_s_numbers()
     assert record_rows.untrained_tokens_rows(sample(1, None, lengths=()), 7) == []
 
 
-def test_each_key_of_a_note_is_a_row_at_its_turn() -> None:
-    rows = rows_of_everything()["info"]
-    assert [(row["number"], row["turn"], row["key"], row["value"]) for row in rows] == [
-        (0, 0, "guess", "crane"), (0, 0, "colors", '["grey", "green"]'), (1, 4, "correct", "1.0"),
-    ]  # fmt: skip
-
-
-def test_a_masked_sample_stays_masked_in_any_group() -> None:
+def test_a_masked_sample_stays_masked_in_any_group_and_open_gold_answers_are_empty_text() -> None:
     row = record_rows.sample_row(sample(1, None), "6 x 7?", status="discarded", reason="zero_advantage", step=3)
     assert (row["status"], row["reason"], row["reward"]) == ("masked", "environment", None)
     assert row["failure_message"] == "KeyError: 'numbers'"
+    kept = record_rows.sample_row(sample(), "6 x 7?", status="kept", reason=None, step=3)
+    assert kept["golden"] == {"answer": "42", "other": ""}
 
 
 def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> None:
@@ -162,11 +157,6 @@ def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> N
     assert tables[-2][1]["step"] == tables[-1][1]["step"] == 9, "hidden with the step that made the weights"
 
 
-def test_gold_answers_that_an_environment_left_open_are_empty_text() -> None:
-    row = record_rows.sample_row(sample(), "6 x 7?", status="kept", reason=None, step=3)
-    assert row["golden"] == {"answer": "42", "other": ""}
-
-
 def test_a_group_counts_the_samples_that_were_scored() -> None:
     row = record_rows.group_row(group([0.0, None, 1.0]), status="kept", reason=None, step=3)
     assert (row["num_samples"], row["reward_mean"]) == (2, 0.5)
@@ -176,21 +166,16 @@ def test_a_group_counts_the_samples_that_were_scored() -> None:
     assert record_rows.group_row(group([1.0]), status="kept", reason=None, step=3)["reward_std"] is None
 
 
-def test_samples_in_flight_are_those_that_are_not_done() -> None:
-    started, done = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7)
-    del started.samples[1]
-    in_flight = record_rows.in_flight_rows(started) + record_rows.in_flight_rows(done)
-    assert [row["sample_id"] for row in in_flight] == ["6-1"]
+def test_samples_in_flight_are_those_that_are_not_done_and_name_their_slot() -> None:
+    started, done, running = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7), group([1.0, 0.0], n=8)
+    for each in (started, running):
+        del each.samples[1]
+    running.running = cast(Any, SimpleNamespace(samples={1: RunningSample(2, 5, 10.0)}))
+    in_flight = [row for each in (started, done, running) for row in record_rows.in_flight_rows(each)]
+    assert [row["sample_id"] for row in in_flight] == ["6-1", "8-1"]
     assert set(in_flight[0]) <= COLUMN_NAMES["samples"]
     assert in_flight[0]["prompt_tokens"] == 3 and "server" not in in_flight[0]
-
-
-def test_samples_in_flight_name_the_slot_that_generates_them() -> None:
-    running = group([1.0, 0.0], n=6)
-    del running.samples[1]
-    running.running = cast(Any, SimpleNamespace(samples={1: RunningSample(2, 5, 10.0)}))
-    (row,) = record_rows.in_flight_rows(running)
-    assert (row["server"], row["lane"], row["started_at"]) == (2, 5, 10.0)
+    assert (in_flight[1]["server"], in_flight[1]["lane"], in_flight[1]["started_at"]) == (2, 5, 10.0)
 
 
 def call(name: str, seconds: float | None) -> dict[str, Any]:
