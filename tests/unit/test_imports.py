@@ -31,41 +31,29 @@ def run_without_heavy_packages(code: str) -> str:
     return finished.stdout
 
 
-def test_every_module_of_config_and_environments_imports_without_heavy_packages():
-    run_without_heavy_packages("""
+def test_configuration_environments_rollouts_and_dashboard_work_without_heavy_packages():
+    printed = run_without_heavy_packages("""
 import importlib, pkgutil
 import telescope.config, telescope.environments, telescope.record.reader, telescope.evals.base, telescope.evals.entries
+import telescope.rollout.environments, telescope.rollout.worker, telescope.rollout.rendering, telescope.cli.ui
 for package in (telescope.config, telescope.environments):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-""")
 
+from telescope.config.loader import load_config
+from telescope.config.schema import TelescopeConfig
+loaded = load_config(None, ["--learning_rate", "5e-7", "--environments", "[{name: countdown}]"])
+assert TelescopeConfig.from_json(loaded.config.to_json()).hash == loaded.config.hash
 
-def test_an_environment_is_made_and_scored_without_heavy_packages():
-    printed = run_without_heavy_packages("""
+from telescope.dashboard.app import create_app
+assert create_app([]).title == "Telescope API"
+
 from telescope.environments.registry import get_environment, list_environments
 assert "countdown" in list_environments()
 environment = get_environment("countdown", dataset="generated", num_samples=3)
 print(len(environment), environment.compute_reward("no answer", environment.get_sample(0)).total_reward)
 """)
     assert printed.split() == ["3", "0.0"]
-
-
-def test_a_configuration_resolves_without_heavy_packages():
-    run_without_heavy_packages("""
-from telescope.config.loader import load_config
-from telescope.config.schema import TelescopeConfig
-loaded = load_config(None, ["--learning_rate", "5e-7", "--environments", "[{name: countdown}]"])
-assert TelescopeConfig.from_json(loaded.config.to_json()).hash == loaded.config.hash
-""")
-
-
-def test_the_dashboard_starts_without_heavy_packages():
-    run_without_heavy_packages("""
-import telescope.cli.ui
-from telescope.dashboard.app import create_app
-assert create_app([]).title == "Telescope API"
-""")
 
 
 def test_the_command_line_starts_without_heavy_packages():

@@ -65,9 +65,12 @@ def test_groups_without_signal_are_named_once_beside_another_problem() -> None:
         assert sum(f"{share:.0f} %" in text and "equal rewards" in text for text in texts) == 1
 
 
-def test_a_stall_brings_its_own_advice() -> None:
-    stall, *_, advice = sentences({}, State("live", seconds_since_step=900.0, step_seconds=10.0))
+def test_a_stall_brings_its_own_advice_and_evals_after_the_last_step_are_none() -> None:
+    stalled = {"seconds_since_step": 900.0, "step_seconds": 10.0}
+    stall, *_, advice = sentences({}, State("live", **stalled))
     assert "py-spy" in advice["text"] and "py-spy" not in stall["text"]
+    after_training = sentences({}, State("live", **stalled, is_training=False))
+    assert not any("No step has ended" in one["text"] for one in after_training)
 
 
 @pytest.mark.parametrize(("state", "text"), [
@@ -76,11 +79,6 @@ def test_a_stall_brings_its_own_advice() -> None:
 ])  # fmt: skip
 def test_the_end_of_a_run_and_a_stall_come_first(state: State, text: str) -> None:
     assert text in sentences({}, state)[0]["text"]
-
-
-def test_evals_after_the_last_step_are_no_stall() -> None:
-    state = State("live", seconds_since_step=900.0, step_seconds=10.0, is_training=False)
-    assert not any("No step has ended" in one["text"] for one in sentences({}, state))
 
 
 def test_a_run_without_steps_says_so() -> None:
@@ -151,15 +149,15 @@ def test_a_problem_that_was_reported_again_is_one_alert() -> None:
     assert (lasting["resolved"], before["resolved"]) == (False, True)
 
 
-def test_a_stall_is_resolved_by_the_next_step() -> None:
-    rows = [row("stalled", "No step has ended for 6 min.", time=100.0)]
-    assert [verdict.alerts(rows, 2, [], at)[0]["resolved"] for at in ([], [99.0], [101.0])] == [False, False, True]
-
-
-def test_a_logged_warning_is_resolved_after_ten_steps() -> None:
-    rows = [row("log", "the tokenizer has no pad token", time=100.0)]
-    steps = [90.0 + step for step in range(21)]
-    assert [verdict.alerts(rows, 2, [], steps[:count])[0]["resolved"] for count in (5, 20, 21)] == [False, False, True]
+@pytest.mark.parametrize(("kind", "ends_of_steps", "resolved"), [
+    ("stalled", [[], [99.0], [101.0]], [False, False, True]),  # by the next step
+    ("log", [[90.0 + step for step in range(count)] for count in (5, 20, 21)], [False, False, True]),  # after ten
+])  # fmt: skip
+def test_a_stall_and_a_logged_warning_are_resolved_by_later_steps(
+    kind: str, ends_of_steps: list[list[float]], resolved: list[bool]
+) -> None:
+    rows = [row(kind, "No step has ended for 6 min.", time=100.0)]
+    assert [verdict.alerts(rows, 2, [], ends)[0]["resolved"] for ends in ends_of_steps] == resolved
 
 
 def test_a_nearly_full_disk_is_resolved_when_it_is_no_longer_reported_every_hour() -> None:
