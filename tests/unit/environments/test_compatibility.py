@@ -123,36 +123,25 @@ class Thrifty(Recorded):
 
 
 def test_env_response_comes_before_is_done_and_sees_every_answer():
-    state, _ = play(Recorded(max_turns=2), Sample("Go.", "right"), "wrong", "right")
+    environment = Recorded(max_turns=2)
+    state, _ = play(environment, Sample("Go.", "right"), "wrong", "right")
     assert state.custom["calls"] == [
         ("env_response", "wrong"), ("is_done", "wrong"), ("env_response", "right"), ("is_done", "right"),
     ]  # fmt: skip
-
-
-def test_a_win_with_the_last_answer_counts():
-    environment = Recorded(max_turns=2)
-    state, _ = play(environment, Sample("Go.", "right"), "wrong", "right")
+    # A win with the last answer counts.
     assert (state.stop_reason, environment.compute_reward(state).total_reward) == ("won", 1.0)
     assert roll_out_item(environment, 0, answers("wrong", "right")).score["total_reward"] == 1.0
-
-
-def test_env_response_sees_an_answer_that_was_cut_off():
-    environment = Recorded()
     state = environment.create_initial_state(Sample("Go.", "right"))
     state.trajectory.append(step("wro", is_truncated=True))
     reply = finish(take_turn(environment, state))
     assert (reply.done, reply.reason, state.custom["calls"][0]) == (True, "truncated", ("env_response", "wro"))
 
 
-def test_an_empty_response_does_not_end_a_rollout():
-    state, responses = play(Recorded(), Sample("Go.", "right"), "quiet", "right")
-    assert (state.num_turns, responses) == (2, [[]])
-
-
 @pytest.mark.parametrize("max_turns", [0, -1])
-def test_without_max_turns_the_folder_decides_the_end(max_turns):
-    state, _ = play(Recorded(max_turns=max_turns), Sample("Go.", "right"), *["wrong"] * 30, "right", "late")
-    assert (state.num_turns, state.stop_reason) == (31, "won")
+def test_without_max_turns_the_folder_decides_the_end_and_no_empty_response(max_turns):
+    environment, sample = Recorded(max_turns=max_turns), Sample("Go.", "right")
+    state, responses = play(environment, sample, "quiet", *["wrong"] * 30, "right", "late")
+    assert (state.num_turns, state.stop_reason, responses[0]) == (32, "won", [])
 
 
 def test_a_class_attribute_saves_the_last_response():
@@ -189,20 +178,17 @@ def test_a_rollout_whose_environment_raises_ends_with_an_error():
     assert ended == [("rollout_error", "ValueError: no luck")]
 
 
-def test_messages_may_have_a_turn_type():
-    played = roll_out_item(Recorded(), 0, answers("wrong", "right"))
-    assert played.messages[2] == {"role": "user", "content": "No.", "turn_type": "reply"}
-
-
-# State
-
-
-def test_a_completion_is_a_list_with_one_assistant_message():
+def test_a_completion_is_a_list_with_one_assistant_message_and_a_reply_may_have_a_turn_type():
     state, _ = play(Recorded(), Sample("Go.", "right"), "wrong", "right")
     first, second = state.trajectory
     assert first.completion == [{"role": "assistant", "content": "wrong"}]
     assert first.prompt == [{"role": "user", "content": "Go."}]
     assert second.prompt[:2] == first.prompt + first.completion
+    played = roll_out_item(Recorded(), 0, answers("wrong", "right"))
+    assert played.messages[2] == {"role": "user", "content": "No.", "turn_type": "reply"}
+
+
+# State
 
 
 def test_the_state_joins_ids_and_logprobs_of_all_answers():
@@ -284,23 +270,16 @@ def test_attributes_are_there_when_the_constructor_continues():
     assert make_environment(Early, "x", {"flavor": "a"}).doubled == "aa"
 
 
-@pytest.mark.parametrize(
-    ("cls", "given", "meant"),
-    [(Recorded, "max_turn", "max_turns"), (Question, "sytem_prompt", "system_prompt"), (Closed, "dept", "depth")],
-)
-def test_a_near_miss_is_an_error_with_the_right_name(cls, given, meant):
-    with pytest.raises(UserError, match=f"has no keyword argument '{given}'\\. Did you mean '{meant}'"):
+@pytest.mark.parametrize(("cls", "given", "words"), [
+    (Recorded, "max_turn", "has no keyword argument 'max_turn'. Did you mean 'max_turns'"),
+    (Question, "sytem_prompt", "has no keyword argument 'sytem_prompt'. Did you mean 'system_prompt'"),
+    (Closed, "dept", "has no keyword argument 'dept'. Did you mean 'depth'"),
+    (Question, "get_sample", "cannot take the keyword argument 'get_sample'"),
+])  # fmt: skip
+def test_a_near_miss_or_the_name_of_a_method_is_an_error_and_another_word_is_not(cls, given, words):
+    with pytest.raises(UserError, match=re.escape(words)):
         make_environment(cls, "x", {given: 1})
-
-
-def test_another_word_in_a_name_is_not_a_near_miss():
-    environment = make_environment(Question, "x", {"max_difficulty": 3})
-    assert environment.max_difficulty == 3
-
-
-def test_a_keyword_cannot_hide_a_method():
-    with pytest.raises(UserError, match="cannot take the keyword argument 'get_sample'"):
-        make_environment(Question, "x", {"get_sample": 1})
+    assert make_environment(Question, "x", {"max_difficulty": 3}).max_difficulty == 3
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -322,22 +301,19 @@ def test_load_dataset_returns_the_samples_or_sets_them_or_both(returns, sets):
 
 
 @pytest.mark.parametrize("item", [{"prompt": "a"}, ("a", "b"), Sample("a", "b", None)])
-def test_an_item_that_is_no_sample_is_shown(item):
+def test_a_dataset_that_is_async_or_has_an_item_that_is_no_sample_is_refused(item):
     class Loaded(Question):
         def load_dataset(self, num_samples=-1):
             return [Sample("a"), item]
 
-    with pytest.raises(UserError, match=r"load_dataset of 'x' returned .*'a'.*, which is no Sample\. Return Sample\("):
-        len(make_environment(Loaded, "x", {}))
-
-
-def test_an_async_load_dataset_is_refused():
-    class Loaded(Question):
+    class Async(Question):
         async def load_dataset(self, num_samples=-1):
             return [Sample("a")]
 
-    with pytest.raises(UserError, match="load_dataset of 'x' is async: write `def load_dataset`"):
+    with pytest.raises(UserError, match=r"load_dataset of 'x' returned .*'a'.*, which is no Sample\. Return Sample\("):
         len(make_environment(Loaded, "x", {}))
+    with pytest.raises(UserError, match="load_dataset of 'x' is async: write `def load_dataset`"):
+        len(make_environment(Async, "x", {}))
 
 
 class Template:

@@ -187,10 +187,10 @@ async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
         FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance([20], "first", None)])
     )
     sample = await bench.run(turns=True)
-    assert [len(request.prompt_token_ids) for request in bench.engine.requests] == [3, 5, 5]
+    requests = [(len(request.prompt_token_ids), request.priority) for request in bench.engine.requests]
+    assert requests == [(3, 0), (5, 1), (5, 1)], "priorities follow turns"
     assert len(sample.turns) == 2
-    assert len(bench.environments.calls) == 2
-    assert len(bench.environments.begun) == 1
+    assert (len(bench.environments.calls), len(bench.environments.begun)) == (2, 1)
 
 
 async def test_a_conversation_whose_state_is_lost_begins_again():
@@ -219,32 +219,26 @@ async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_i
     assert len(bench.environments.begun) == 1 + 3
 
 
-async def test_a_sandbox_failure_is_retried_with_the_same_answer():
-    bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")]))
+@pytest.mark.parametrize(("num_failures", "reward", "kind"), [(1, 1.0, None), (10, None, "infrastructure")])
+async def test_a_sandbox_failure_is_retried_with_the_same_answer_and_masks_the_sample_if_it_lasts(
+    num_failures, reward, kind
+):
+    bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * num_failures))
     sample = await bench.run()
-    assert sample.total_reward == 1.0
+    assert (sample.reward and sample.total_reward, sample.failure_kind) == (reward, kind)
     assert len(bench.engine.requests) == 1
-    assert len(bench.environments.calls) == 2
+    assert num_failures > 1 or len(bench.environments.calls) == 2
 
 
-async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it():
-    bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
-    sample = await bench.run()
-    assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
-
-
-async def test_an_environment_that_cannot_begin_masks_the_sample():
-    bench = Bench(environments=FakeEnvironments(on_begin=EnvironmentFailure("KeyError: 'word'")))
-    sample = await bench.run(turns=True)
-    assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'word'")
-    assert not bench.engine.requests
-
-
-async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detected():
-    bench = Bench(environments=FakeEnvironments(first_prompt=[1, 2, 4]))
+@pytest.mark.parametrize(("environments", "words"), [
+    (FakeEnvironments(on_begin=EnvironmentFailure("KeyError: 'word'")), "KeyError: 'word'"),
+    (FakeEnvironments(first_prompt=[1, 2, 4]), "get_initial_prompt"),
+])  # fmt: skip
+async def test_an_environment_that_cannot_begin_or_varies_its_first_prompt_masks_the_sample(environments, words):
+    bench = Bench(environments=environments)
     sample = await bench.run(turns=True)
     assert sample.failure_kind == "environment"
-    assert "get_initial_prompt" in str(sample.failure_message)
+    assert words in str(sample.failure_message)
     assert not bench.engine.requests
     assert not bench.environments.open
 
@@ -300,12 +294,6 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample():
     assert sample.stop_reason == "prompt_too_long"
     assert not bench.engine.requests
     assert bench.slots.num_leased == 0
-
-
-async def test_priorities_follow_turns():
-    bench = Bench(environments=FakeEnvironments([Advance([20], "first", None)]))
-    await bench.run(turns=True)
-    assert [request.priority for request in bench.engine.requests] == [0, 1]
 
 
 @pytest.mark.parametrize("free", [True, False])

@@ -53,10 +53,12 @@ def test_age_counts_from_the_oldest_sampled_token_of_any_turn():
     assert sample.totals.version_range == (4, 9)
 
 
-def test_prompt_tokens_are_those_of_the_first_prompt():
+def test_prompt_tokens_are_those_of_the_first_prompt_and_the_stop_reason_that_of_the_last_turn():
     sample = trajectory([([1, 2, 3], [4]), ([5, 6], [7, 8])])
-    assert (sample.totals.num_prompt_tokens, sample.totals.num_completion_tokens) == (3, 3)
-    assert trajectory([]).totals.num_prompt_tokens == 0
+    sample.turns[1].generation.finish_reason = "length"
+    totals = sample.totals
+    assert (totals.num_prompt_tokens, totals.num_completion_tokens, sample.stop_reason) == (3, 3, "length")
+    assert (trajectory([]).totals.num_prompt_tokens, trajectory([]).stop_reason) == (0, "")
 
 
 def test_a_prompt_of_another_chat_is_new_and_a_conversation_that_begins_again_is_not():
@@ -67,13 +69,6 @@ def test_a_prompt_of_another_chat_is_new_and_a_conversation_that_begins_again_is
         Turn([1, 2, 5, 6, 9, 9], generation([8]), chat="scout"),
     ]
     assert sample.totals.num_environment_tokens == 2 + 1 + 2
-
-
-def test_the_stop_reason_is_that_of_the_last_turn():
-    sample = trajectory([([1], [2])])
-    sample.turns.append(Turn([3], generation([4], finish_reason="length"), parent=0))
-    assert sample.stop_reason == "length"
-    assert trajectory([]).stop_reason == ""
 
 
 def test_answers_that_are_not_trained_do_not_decide_how_the_sample_ended_or_how_long_it_was():

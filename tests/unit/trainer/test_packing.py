@@ -108,16 +108,13 @@ def test_three_full_rows_on_two_ranks_cost_one_small_dummy():
     assert packing_stats(inputs)["packing/dummy_share"] == pytest.approx(8 / 200)
 
 
-def test_positions_restart_and_padding_is_a_segment_of_its_own():
+def test_positions_restart_and_padding_is_a_segment_of_its_own_where_there_is_some():
     row = lay_out([make_sample(0, 3), make_sample(1, 4)], pad_to_multiple_of=8)
     assert row.cu_seqlens.tolist() == [0, 3, 7, 8]
     assert row.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert row.sample_index_T.tolist() == [0, 0, 0, 1, 1, 1, 1, -1]
     assert row.version_T.tolist() == [-1, 0, 0, -1, -1, 1, 1, -1]
     assert row.trained_T.tolist() == [False, True, True, False, False, True, True, False]
-
-
-def test_a_row_that_is_full_has_no_padding_segment():
     assert lay_out([make_sample(0, 8)], pad_to_multiple_of=8).cu_seqlens.tolist() == [0, 8]
 
 
@@ -131,33 +128,27 @@ def test_groups_stay_whole_over_optimizer_steps(sizes, num_minibatches):
 
 
 def test_samples_without_trained_tokens_are_neither_computed_nor_counted():
-    samples = [make_sample(0, 8), make_sample(1, 8, trained=False)]
-    (step_input,) = pack_step(samples, step=0, version=0, seq_len=64, num_ranks=1)
+    untrained = make_sample(1, 8, trained=False)
+    (step_input,) = pack_step([make_sample(0, 8), untrained], step=0, version=0, seq_len=64, num_ranks=1)
     assert step_input.minibatches[0].num_samples == 1
     assert [row.sample_ids for row in rows_of([step_input])] == [["s0"]]
+    inputs = pack_step([untrained], step=0, version=0, seq_len=64, num_ranks=2)
+    assert [each.minibatches for each in inputs] == [[], []], "no optimizer step"
 
 
-def test_nothing_to_train_means_no_optimizer_step():
-    inputs = pack_step([make_sample(0, 8, trained=False)], step=0, version=0, seq_len=64, num_ranks=2)
-    assert [each.minibatches for each in inputs] == [[], []]
-
-
-def test_a_sample_longer_than_seq_len_names_the_fields_to_change():
-    with pytest.raises(ValueError, match=r"s0 has 65 tokens, more than seq_len = 64: raise seq_len or lower max_model"):
-        pack_step([make_sample(0, 65)], step=0, version=0, seq_len=64, num_ranks=1)
+def test_a_sample_longer_than_seq_len_or_with_a_trained_first_token_is_refused():
+    long, short = make_sample(0, 65), make_sample(0, 4)
+    short.trained_L[0] = True
+    words = r"s0 has 65 tokens, more than seq_len = 64: raise seq_len or lower max_model"
+    for sample, message in ((long, words), (short, "first token")):
+        with pytest.raises(ValueError, match=message):
+            pack_step([sample], step=0, version=0, seq_len=64, num_ranks=1)
 
 
 def test_truncation_counts_the_trained_tokens_it_drops():
     kept, lost = truncate_to([make_sample(0, 10), make_sample(1, 4)], seq_len=7)
     assert [sample.length for sample in kept] == [7, 4]
     assert lost == 3
-
-
-def test_a_trained_first_token_is_refused():
-    sample = make_sample(0, 4)
-    sample.trained_L[0] = True
-    with pytest.raises(ValueError, match="first token"):
-        pack_step([sample], step=0, version=0, seq_len=64, num_ranks=1)
 
 
 def test_routes_follow_their_tokens_through_packing_and_truncation() -> None:
