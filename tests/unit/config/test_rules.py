@@ -205,20 +205,20 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
 
 
 @pytest.mark.parametrize(("field", "value", "others"), [
-        ("megatron_tensor_parallel_size", 2, {}),
-        ("lora_alpha", 16, {}),
-        ("weight_broadcast_free_grad_buffers", True, {}),
-        ("min_lr_ratio", 0.1, {}), ("warmup_steps", 5, {"lr_scheduler": "none"}),
-        ("gradient_checkpointing", False, {"train_backend": "megatron"}),
-        ("megatron_optimizer_offload_fraction", 0.5, {"train_backend": "megatron"}),
-        ("megatron_overlap_cpu_optimizer_d2h_h2d", True, {"train_backend": "megatron"}),
-        ("compile_blocks", False, {"train_backend": "megatron"}),
-        ("fsdp_prefetch_layers", 2, {"train_backend": "megatron"}),
-        ("fsdp_reshard_after_forward", False, {"train_backend": "megatron"}),
-        ("gradient_checkpointing_layers", 2, {"train_backend": "megatron"}),
-        ("clip_high", 0.28, {}), ("clip_high", 0.28, {"algorithm": "sapo"}), ("ppo_clip_ref_logprobs", "batch", {}),
-        ("sapo_tau_neg", 2, {}), ("dr_grpo_loss_agg_mode", "token_sum_norm", {}), ("tis_cap", 3, {}),
-        ("prompt_prefetch_buffer_size", 9, {"enable_prompt_prefetch": False}), ("checkpoint_keep_every", 100, {}),
+    ("megatron_tensor_parallel_size", 2, {}),
+    ("lora_alpha", 16, {}),
+    ("weight_broadcast_free_grad_buffers", True, {}),
+    ("min_lr_ratio", 0.1, {}), ("warmup_steps", 5, {"lr_scheduler": "none"}),
+    ("gradient_checkpointing", False, {"train_backend": "megatron"}),
+    ("megatron_optimizer_offload_fraction", 0.5, {"train_backend": "megatron"}),
+    ("megatron_overlap_cpu_optimizer_d2h_h2d", True, {"train_backend": "megatron"}),
+    ("compile_blocks", False, {"train_backend": "megatron"}),
+    ("fsdp_prefetch_layers", 2, {"train_backend": "megatron"}),
+    ("fsdp_reshard_after_forward", False, {"train_backend": "megatron"}),
+    ("gradient_checkpointing_layers", 2, {"train_backend": "megatron"}),
+    ("clip_high", 0.28, {}), ("clip_high", 0.28, {"algorithm": "sapo"}), ("ppo_clip_ref_logprobs", "batch", {}),
+    ("sapo_tau_neg", 2, {}), ("dr_grpo_loss_agg_mode", "token_sum_norm", {}), ("tis_cap", 3, {}),
+    ("prompt_prefetch_buffer_size", 9, {"enable_prompt_prefetch": False}), ("checkpoint_keep_every", 100, {}),
 ])  # fmt: skip
 def test_a_field_that_another_switches_off_is_named(field, value, others):
     (remark,) = [text for text in remarks(build({**others, field: value})) if "no effect" in text]
@@ -226,10 +226,10 @@ def test_a_field_that_another_switches_off_is_named(field, value, others):
 
 
 @pytest.mark.parametrize("values", [
-        {"clip_high": 0.28, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch", "use_tis": True, "tis_cap": 3},
-        {"clip_high": 0.28, "algorithm": "cispo", "ppo_clip_ref_logprobs": "batch"},
-        {"algorithm": "sapo", "sapo_tau_neg": 2, "checkpoint_keep_every": 100, "checkpoint_keep_last": 2},
-        {"algorithm": "dr_grpo", "dr_grpo_loss_agg_mode": "token_sum_norm", "prompt_prefetch_buffer_size": 9},
+    {"clip_high": 0.28, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch", "use_tis": True, "tis_cap": 3},
+    {"clip_high": 0.28, "algorithm": "cispo", "ppo_clip_ref_logprobs": "batch"},
+    {"algorithm": "sapo", "sapo_tau_neg": 2, "checkpoint_keep_every": 100, "checkpoint_keep_last": 2},
+    {"algorithm": "dr_grpo", "dr_grpo_loss_agg_mode": "token_sum_norm", "prompt_prefetch_buffer_size": 9},
 ])  # fmt: skip
 def test_fields_of_what_is_on_have_no_remark(values):
     assert remarks(build(values)) == []
@@ -271,10 +271,10 @@ def test_a_run_without_checkpoints_is_told_that_it_cannot_be_resumed(every, coun
 
 
 @pytest.mark.parametrize(("flags", "device", "dtype", "is_remarked"), [
-        ({"avx2", "avx512f"}, "cpu", "bfloat16", True), ({"avx2", "avx512f"}, "cpu", None, False),
-        ({"avx2", "avx512f"}, "cpu", "float32", False), ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
-        ({"avx2", "avx512f"}, None, "bfloat16", False), ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
-        ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False), (set(), "cpu", "bfloat16", False),
+    ({"avx2", "avx512f"}, "cpu", "bfloat16", True), ({"avx2", "avx512f"}, "cpu", None, False),
+    ({"avx2", "avx512f"}, "cpu", "float32", False), ({"avx2", "avx512f"}, "cuda", "bfloat16", False),
+    ({"avx2", "avx512f"}, None, "bfloat16", False), ({"avx2", "avx512_bf16"}, "cpu", "bfloat16", False),
+    ({"avx2", "amx_bf16"}, "cpu", "bfloat16", False), (set(), "cpu", "bfloat16", False),
 ])  # fmt: skip
 def test_bfloat16_is_remarked_on_a_cpu_that_emulates_it(monkeypatch, flags, device, dtype, is_remarked):
     monkeypatch.setattr("telescope.config.remarks.cpu_flags", lambda: frozenset(flags))
