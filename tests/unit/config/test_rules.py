@@ -188,9 +188,9 @@ def test_what_breaks_no_rule_is_taken_as_it_is(values):
 
 
 @pytest.mark.parametrize("changes", [
-        {"train_backend": "megatron", "megatron_tensor_parallel_size": 2, "inference_num_workers": 3},
-        {"train_backend": "megatron", "megatron_tensor_parallel_size": 4},
-        {"fsdp_context_parallel_size": 2, "inference_num_workers": 3},
+    {"train_backend": "megatron", "megatron_tensor_parallel_size": 2, "inference_num_workers": 3},
+    {"train_backend": "megatron", "megatron_tensor_parallel_size": 4},
+    {"fsdp_context_parallel_size": 2, "inference_num_workers": 3},
 ])  # fmt: skip
 def test_an_adjusted_default_breaks_no_earlier_rule(changes):
     with pytest.raises(ConfigError, match=r"parallel_size|trainer_num_workers"):

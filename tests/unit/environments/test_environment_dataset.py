@@ -192,14 +192,14 @@ SENT = {"role": "assistant", "content": "0"}
 
 
 @pytest.mark.parametrize(("prompt", "answer", "message"), [
-        ([USER | {"content": None}], 0, "the content of a message is 'None', not text"),
-        ([USER | {"content": [{"type": "image_url"}]}], 0, "image_url.*, not text"),
-        (["a", "b"], 0, "'a' is no message"),
-        ([{"from": "robot", "value": "?"}], 0, "robot.* is no message with a role of system"),
-        ([USER, SENT], 0, "its last message is of the role 'assistant'. End it with"),
-        ([SYSTEM], 0, "its last message is of the role 'system'"),
-        (f"[{USER}\n {USER}]", 0, "neither JSON nor"),
-        ("?", {"value": 5}, "has fields. Name one, as in answer: column.value"),
+    ([USER | {"content": None}], 0, "the content of a message is 'None', not text"),
+    ([USER | {"content": [{"type": "image_url"}]}], 0, "image_url.*, not text"),
+    (["a", "b"], 0, "'a' is no message"),
+    ([{"from": "robot", "value": "?"}], 0, "robot.* is no message with a role of system"),
+    ([USER, SENT], 0, "its last message is of the role 'assistant'. End it with"),
+    ([SYSTEM], 0, "its last message is of the role 'system'"),
+    (f"[{USER}\n {USER}]", 0, "neither JSON nor"),
+    ("?", {"value": 5}, "has fields. Name one, as in answer: column.value"),
 ])  # fmt: skip
 def test_unusable_rows_are_left_out_and_refused_if_most_are(tmp_path, caplog, prompt, answer, message):
     bad, good = {"prompt": prompt, "answer": answer}, {"prompt": "1?", "answer": 1}
@@ -249,13 +249,13 @@ def test_rows_are_shuffled_by_a_seed_cut_to_a_number_and_left_out_without_an_ans
 
 
 @pytest.mark.parametrize(("row", "kwargs", "messages"), [
-        (GSM8K, {}, [f"{INSTRUCTION_PROMPT}\n\nHow many clips?"]),
-        (VERL, {}, ["Be brief.", f"{INSTRUCTION_PROMPT}\n\n1 - 1?"]),
-        (VERL, {"instruction_prompt": None}, ["Be brief.", "1 - 1?"]),
-        (VERL, {"instruction_prompt": "Think."}, ["Be brief.", "Think.\n\n1 - 1?"]),
-        (TRL, {"system_prompt": "S", "reward": "regex", "pattern": "[0-9]+"}, ["S", "1 - 1?"]),
-        ({"prompt": "1? Answer after ####.", "answer": "1"}, {}, ["1? Answer after ####."]),
-        ({"prompt": "1?", "answer": "1"}, {"reward": "exact"}, ["<answer>", "1?"]),
+    (GSM8K, {}, [f"{INSTRUCTION_PROMPT}\n\nHow many clips?"]),
+    (VERL, {}, ["Be brief.", f"{INSTRUCTION_PROMPT}\n\n1 - 1?"]),
+    (VERL, {"instruction_prompt": None}, ["Be brief.", "1 - 1?"]),
+    (VERL, {"instruction_prompt": "Think."}, ["Be brief.", "Think.\n\n1 - 1?"]),
+    (TRL, {"system_prompt": "S", "reward": "regex", "pattern": "[0-9]+"}, ["S", "1 - 1?"]),
+    ({"prompt": "1? Answer after ####.", "answer": "1"}, {}, ["1? Answer after ####."]),
+    ({"prompt": "1?", "answer": "1"}, {"reward": "exact"}, ["<answer>", "1?"]),
 ])  # fmt: skip
 def test_the_form_of_the_answer_is_asked_for_unless_the_prompt_does(tmp_path, row, kwargs, messages):
     environment = made(write(tmp_path / "rows.json", [row]), **kwargs)
@@ -267,8 +267,8 @@ def test_the_form_of_the_answer_is_asked_for_unless_the_prompt_does(tmp_path, ro
 
 
 @pytest.mark.parametrize(("completion", "expected"), [
-        ("<answer> Blue\n sky </answer>", (1.0, 1.0)), ("Blue sky", (1.0, 0.0)), (r"\boxed{Blue sky}", (1.0, 1.0)),
-        ("#### Blue sky", (1.0, 1.0)), ("<answer>blue sky</answer>", (0.0, 1.0)), ("", (0.0, 0.0)),
+    ("<answer> Blue\n sky </answer>", (1.0, 1.0)), ("Blue sky", (1.0, 0.0)), (r"\boxed{Blue sky}", (1.0, 1.0)),
+    ("#### Blue sky", (1.0, 1.0)), ("<answer>blue sky</answer>", (0.0, 1.0)), ("", (0.0, 0.0)),
 ])  # fmt: skip
 def test_exact_compares_texts(tmp_path, completion, expected):
     environment = made(write(tmp_path / "rows.json", [{"prompt": "?", "answer": "Blue sky"}]), reward="exact")
@@ -379,41 +379,41 @@ def test_a_function_gets_null_for_a_column_that_its_row_lacks(tmp_path, function
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-        ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
-        ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
-        ({"path": "train.jsonl", "subset": "hard"}, "is a file, which has no subset 'hard'. Leave it out"),
-        ({"path": "train.jsonl", "answer": "anser"}, r"no column 'anser' \(answer\)\. Did you mean 'answer'\? It has"),
-        ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
-        ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
-        ({"path": "train.jsonl", "reward": ["math", "exact"]}, "at most one of the first three"),
-        ({"path": "train.jsonl", "reward": {"math": "high"}}, r"reward\.math is .high., but it must be a number"),
-        ({"path": "train.jsonl", "reward": {"math": 1, "exact": 1}}, "a list or mapping with at most one of the first"),
-        ({"path": "train.jsonl", "reward": "regex"}, "reward: regex needs a pattern"),
-        ({"path": "train.jsonl", "reward": "regex", "pattern": "("}, "is not a regular expression: missing"),
-        ({"path": "train.jsonl", "reward": "no_such_module:f"}, "'no_such_module:f' cannot be imported: Module"),
-        ({"path": "train.jsonl", "dataset_name": "x"}, "no keyword argument 'dataset_name'. It takes: .*path"),
-        ({}, "set path in its kwargs"), ({"path": "notes.txt"}, "no known format. Use a file that ends in .jsonl"),
-        ({"path": "other.jsonl"}, r"no prompt \(prompt, .*\)\. It has: a, b\. Set prompt to a column"),
-        ({"path": "other.jsonl", "prompt": "a"}, r"no answer .* It has: a, b\. Set answer to a column, or reward"),
-        ({"path": "https://example.com/train.jsonl"}, "there is no file 'https://example.com/train.jsonl'"),
-        ({"path": "deep.jsonl"}, "deep.jsonl cannot be read: line 1 is not JSON .*recursion"),
-        ({"path": "head.csv"}, "head.csv .* is empty. Give a dataset with rows"),
-        ({"path": "train.jsonl", "reward": "fractions:Fraction"}, "fractions has no function 'Fraction'"),
-        ({"path": "train.jsonl", "reward": "judge.py:compute_score"}, "needs 'data_source', .* Write it as comp"),
-        ({"path": "train.jsonl", "reward": "judge.py:single"}, "needs 'completion', .* Did you mean 'completions'"),
-        ({"path": "broken.jsonl"}, r"broken.jsonl cannot be read: line 2 is not JSON"),
-        ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
-        ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
-        ({"path": "more.csv"}, r"row 0 of more.csv has more fields than the header, the last '1001'"),
-        ({"path": "latin.csv"}, r"byte 16 is 0xe9, which is not UTF-8.* iconv -f WINDOWS-1252 -t UTF-8 latin.csv"),
-        ({"path": "latin.jsonl"}, r"line 2, byte 14 is 0xe9, which is not UTF-8"),
-        ({"path": "wide.tsv"}, r"byte 0 is 0xff, .* iconv -f UTF-16 -t UTF-8 wide.tsv"),
-        ({"path": "fields.jsonl"}, r"The answer \{'value': 5\} has fields. Name one, as in answer: column.value"),
-        ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
-        ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
-        ({"path": "broken.parquet"}, "broken.parquet cannot be read"),
-        ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"), ({"path": "saved"}, r"of save_to_disk.*to_parquet\("),
-        ({"path": "train.jsonl", "reward": "ends.py:f"}, r"cannot be imported: SystemExit: 0 at .*ends.py:1"),
+    ({"path": "trian.jsonl"}, r"no file 'trian.jsonl'\. Data files in .*: train.jsonl\. Give"),
+    ({"path": "train.jsonl", "split": "test"}, "is one file, without the split 'test'"),
+    ({"path": "train.jsonl", "subset": "hard"}, "is a file, which has no subset 'hard'. Leave it out"),
+    ({"path": "train.jsonl", "answer": "anser"}, r"no column 'anser' \(answer\)\. Did you mean 'answer'\? It has"),
+    ({"path": "train.jsonl", "prompt": "text"}, r"no column 'text' \(prompt\)\. It has: question, answer"),
+    ({"path": "train.jsonl", "reward": "maths"}, "use math, exact or regex, package.module:function"),
+    ({"path": "train.jsonl", "reward": ["math", "exact"]}, "at most one of the first three"),
+    ({"path": "train.jsonl", "reward": {"math": "high"}}, r"reward\.math is .high., but it must be a number"),
+    ({"path": "train.jsonl", "reward": {"math": 1, "exact": 1}}, "a list or mapping with at most one of the first"),
+    ({"path": "train.jsonl", "reward": "regex"}, "reward: regex needs a pattern"),
+    ({"path": "train.jsonl", "reward": "regex", "pattern": "("}, "is not a regular expression: missing"),
+    ({"path": "train.jsonl", "reward": "no_such_module:f"}, "'no_such_module:f' cannot be imported: Module"),
+    ({"path": "train.jsonl", "dataset_name": "x"}, "no keyword argument 'dataset_name'. It takes: .*path"),
+    ({}, "set path in its kwargs"), ({"path": "notes.txt"}, "no known format. Use a file that ends in .jsonl"),
+    ({"path": "other.jsonl"}, r"no prompt \(prompt, .*\)\. It has: a, b\. Set prompt to a column"),
+    ({"path": "other.jsonl", "prompt": "a"}, r"no answer .* It has: a, b\. Set answer to a column, or reward"),
+    ({"path": "https://example.com/train.jsonl"}, "there is no file 'https://example.com/train.jsonl'"),
+    ({"path": "deep.jsonl"}, "deep.jsonl cannot be read: line 1 is not JSON .*recursion"),
+    ({"path": "head.csv"}, "head.csv .* is empty. Give a dataset with rows"),
+    ({"path": "train.jsonl", "reward": "fractions:Fraction"}, "fractions has no function 'Fraction'"),
+    ({"path": "train.jsonl", "reward": "judge.py:compute_score"}, "needs 'data_source', .* Write it as comp"),
+    ({"path": "train.jsonl", "reward": "judge.py:single"}, "needs 'completion', .* Did you mean 'completions'"),
+    ({"path": "broken.jsonl"}, r"broken.jsonl cannot be read: line 2 is not JSON"),
+    ({"path": "list.jsonl"}, r"row 0 of list.jsonl is '\[1\]', not an object"),
+    ({"path": "splits.json"}, r"not a list of rows\. It has the keys 'test', 'dev'; set split to one"),
+    ({"path": "more.csv"}, r"row 0 of more.csv has more fields than the header, the last '1001'"),
+    ({"path": "latin.csv"}, r"byte 16 is 0xe9, which is not UTF-8.* iconv -f WINDOWS-1252 -t UTF-8 latin.csv"),
+    ({"path": "latin.jsonl"}, r"line 2, byte 14 is 0xe9, which is not UTF-8"),
+    ({"path": "wide.tsv"}, r"byte 0 is 0xff, .* iconv -f UTF-16 -t UTF-8 wide.tsv"),
+    ({"path": "fields.jsonl"}, r"The answer \{'value': 5\} has fields. Name one, as in answer: column.value"),
+    ({"path": "train.jsonl", "reward": ["json:dumps", "pickle:dumps"]}, "two metrics named 'dumps'"),
+    ({"path": "train.jsonl", "reward": ["math", "builtins:format"]}, "two metrics named 'format'"),
+    ({"path": "broken.parquet"}, "broken.parquet cannot be read"),
+    ({"path": "empty.jsonl"}, "empty.jsonl .* is empty"), ({"path": "saved"}, r"of save_to_disk.*to_parquet\("),
+    ({"path": "train.jsonl", "reward": "ends.py:f"}, r"cannot be imported: SystemExit: 0 at .*ends.py:1"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_that_lists_what_is_there(tmp_path, monkeypatch, kwargs, message):
     folder = tmp_path / "data"

@@ -14,20 +14,20 @@ from telescope.environments.parsers import extract_stated_answer, verify_math_an
 
 
 @pytest.mark.parametrize(("answer", "expected"), [
-        ("42", "42"), ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), (r"$\sqrt{8}$", r"2\sqrt{2}"),
-        ("2x+1", "1+2x"), (r"50\%", "0.5"), (r"\{1, 2\}", r"\{2, 1\}"), (r"(-\infty, 3]", r"(-\infty,3]"),
-        (r"1\,000\,000", "1,000,000"), (r"12\ 345", r"12,\!345"), ("120\u00b0", r"120^\circ"),
-        ("June 20", r"\text{June 20}"), ("2516_{8}", "2516_8"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("42", "42"), ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), (r"$\sqrt{8}$", r"2\sqrt{2}"),
+    ("2x+1", "1+2x"), (r"50\%", "0.5"), (r"\{1, 2\}", r"\{2, 1\}"), (r"(-\infty, 3]", r"(-\infty,3]"),
+    (r"1\,000\,000", "1,000,000"), (r"12\ 345", r"12,\!345"), ("120\u00b0", r"120^\circ"),
+    ("June 20", r"\text{June 20}"), ("2516_{8}", "2516_8"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
 ])  # fmt: skip
 def test_equal_answers_are_equal_however_they_are_written(answer, expected):
     assert verify_math_answer(answer, expected, timeout_seconds=60.0)
 
 
 @pytest.mark.parametrize("answer", [
-        "", "4", "3 or 4", r"3 \text{ or } 4", "1,2,3,4", "3;4", "3 = 4", r"3 \neq 4", r"\{1,2,3\}", r"3} \boxed{4",
-        "$3$ $4$", "x", r"\infty", "{3}{4}", r"\text{3}4", "\u0663", "\ud800", "3" * 2000, "{" * 500,
-        "__import__('os').system('true')",
+    "", "4", "3 or 4", r"3 \text{ or } 4", "1,2,3,4", "3;4", "3 = 4", r"3 \neq 4", r"\{1,2,3\}", r"3} \boxed{4",
+    "$3$ $4$", "x", r"\infty", "{3}{4}", r"\text{3}4", "\u0663", "\ud800", "3" * 2000, "{" * 500,
+    "__import__('os').system('true')",
 ])  # fmt: skip
 def test_other_texts_are_not_equal_to_the_answer(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
@@ -205,23 +205,23 @@ def test_any_text_is_compared_without_an_error(text):
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-        ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
-        ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
-        (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
-        ("<answer> 5 </answer>", "5"), ("5", ""), ("48/2 = 24\n#### **72**\nDone.", "72"), ("#### B\n\nIt fits.", "B"),
-        ("#### 1,072\n\nHope that helps!", "1,072"), ("#### 2. Sum\nAnswer: 5", "5"), ("##### 5\nAnswer: 6", "6"),
-        ("<answer> #### 1072 </answer>", "1072"), ("<answer>\n#### 72\n</answer>\nDone.", "72"),
-        ("<answer>The answer is 5.</answer>", "5"), ("The answer is 1072. Check: 1070+2.", "1072"),
-        ("answer is 1072 because 1+1.", "1072"), ("The answer is 1072, since 1+1.", "1072"),
-        ("The answer is 1072 (see above).", "1072"), ("The answer is **12**. So it is.", "12"),
-        ("Answer:\n1072", "1072"), ("**Answer**\n1072", "1072"),
-        ("## Final Answer\n\n$$\n72\n$$", "72"), ("answer = 72", "72"),
-        ("The answer is 3 (mod 7)", "3 (mod 7)"), ("The answer is 5. Or 6.", "5. Or 6"), ("The answer is 5!", "5!"),
-        ("The answer is 2.5.", "2.5"), ("The answer is Mrs. Smith.", "Mrs. Smith"),
-        ("The answer is No. It is odd.", "No"),
-        ("答案：72", "72"), ("所以答案是 $72$。", "$72$"), ("**答案：** 72，因为 48+24", "72"), ("Answer：72", "72"),
-        ("答案：3，5", "3，5"),
-        ("The answer is 5. The answer is 6.", "6"), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
+    ("48/2 = <<48/2=24>>24 clips.\n#### 72", "72"), ("#### 1,000\n", "1,000"), (r"\boxed{5}", "5"),
+    ("Answer: 5", "5"), ("#### Step 2\nAnswer: 5", "5"), ("#### Final answer\nThe answer is 5.", "5"),
+    (r"So the answer is \boxed{5}.", "5"), ("So the answer is 5.", "5"), ("The final answer is: $5$.", "$5$"),
+    ("<answer> 5 </answer>", "5"), ("5", ""), ("48/2 = 24\n#### **72**\nDone.", "72"), ("#### B\n\nIt fits.", "B"),
+    ("#### 1,072\n\nHope that helps!", "1,072"), ("#### 2. Sum\nAnswer: 5", "5"), ("##### 5\nAnswer: 6", "6"),
+    ("<answer> #### 1072 </answer>", "1072"), ("<answer>\n#### 72\n</answer>\nDone.", "72"),
+    ("<answer>The answer is 5.</answer>", "5"), ("The answer is 1072. Check: 1070+2.", "1072"),
+    ("answer is 1072 because 1+1.", "1072"), ("The answer is 1072, since 1+1.", "1072"),
+    ("The answer is 1072 (see above).", "1072"), ("The answer is **12**. So it is.", "12"),
+    ("Answer:\n1072", "1072"), ("**Answer**\n1072", "1072"),
+    ("## Final Answer\n\n$$\n72\n$$", "72"), ("answer = 72", "72"),
+    ("The answer is 3 (mod 7)", "3 (mod 7)"), ("The answer is 5. Or 6.", "5. Or 6"), ("The answer is 5!", "5!"),
+    ("The answer is 2.5.", "2.5"), ("The answer is Mrs. Smith.", "Mrs. Smith"),
+    ("The answer is No. It is odd.", "No"),
+    ("答案：72", "72"), ("所以答案是 $72$。", "$72$"), ("**答案：** 72，因为 48+24", "72"), ("Answer：72", "72"),
+    ("答案：3，5", "3，5"),
+    ("The answer is 5. The answer is 6.", "6"), ("An answer", ""), (r"x. **Answer:** \boxed{\frac12}", r"\frac12"),
 ])  # fmt: skip
 def test_the_final_answer_of_a_solution_is_found(text, answer):
     assert extract_stated_answer(text) == answer

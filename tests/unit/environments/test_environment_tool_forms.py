@@ -130,10 +130,10 @@ def test_any_text_survives_in_an_element(form, text, configured):
 
 
 @pytest.mark.parametrize(("form", "text"), [
-        (qwen_coder, 'print("</parameter></function></tool_call>")'),
-        (qwen_coder, "a\n</parameter>\n</function>\n<tool_call> b"),
-        (glm, "a </arg_value> <tool_call> b"),
-        (glm, "a</arg_value></tool_call> b"),
+    (qwen_coder, 'print("</parameter></function></tool_call>")'),
+    (qwen_coder, "a\n</parameter>\n</function>\n<tool_call> b"),
+    (glm, "a </arg_value> <tool_call> b"),
+    (glm, "a</arg_value></tool_call> b"),
 ])  # fmt: skip
 def test_a_value_may_contain_the_end_of_its_element(form, text):
     calls = read(form({"text": text, "times": "2"}) + "\n" + form({"times": "3", "text": text}))
@@ -144,11 +144,11 @@ def test_a_value_may_contain_the_end_of_its_element(form, text):
 
 @pytest.mark.parametrize("form", ELEMENTS)
 @pytest.mark.parametrize(("name", "written", "value"), [
-        ("text", "3.10", "3.10"), ("text", "007", "007"), ("text", "true", "true"), ("text", "null", "null"),
-        ("text", '{"a": 1}', '{"a": 1}'), ("text", '"quoted"', '"quoted"'), ("text", "", ""), ("any", "x y", "x y"),
-        ("times", "3", 3), ("times", "three", "three"), ("loud", "true", True), ("loud", "True", "True"),
-        ("tags", '["a"]', ["a"]), ("tags", "['a', 'b']", ["a", "b"]), ("tags", "['a'", "['a'"),
-        ("tags", "null", None), ("tags", "None", None), ("any", "3", 3), ("unknown", "3", 3),
+    ("text", "3.10", "3.10"), ("text", "007", "007"), ("text", "true", "true"), ("text", "null", "null"),
+    ("text", '{"a": 1}', '{"a": 1}'), ("text", '"quoted"', '"quoted"'), ("text", "", ""), ("any", "x y", "x y"),
+    ("times", "3", 3), ("times", "three", "three"), ("loud", "true", True), ("loud", "True", "True"),
+    ("tags", '["a"]', ["a"]), ("tags", "['a', 'b']", ["a", "b"]), ("tags", "['a'", "['a'"),
+    ("tags", "null", None), ("tags", "None", None), ("any", "3", 3), ("unknown", "3", 3),
 ])  # fmt: skip
 def test_the_schema_decides_whether_an_element_is_text(form, name, written, value):
     (call,) = read(form({name: written}))
@@ -203,13 +203,13 @@ A, B = {"text": "a"}, {"text": "b"}
 
 
 @pytest.mark.parametrize("completion", [
-        FORMS["hermes"](A) + "\n" + FORMS["hermes"](B), qwen_coder(A) + qwen_coder(B), glm(A) + "\n" + glm(B),
-        FORMS["llama"](A) + "; " + FORMS["llama"](B), f"[{FORMS['llama'](A)}, {FORMS['llama'](B)}]",
-        f"<tool_call>{dump([{'name': 'write', 'arguments': a} for a in (A, B)])}</tool_call>",
-        f"<tool_call>{FORMS['llama'](A)}\n{FORMS['llama'](B)}</tool_call>",
-        f"<tool_call>{FORMS['llama'](A)}, {FORMS['llama'](B)}",
-        "[write(text='a'), write(text='b')]",
-        "First." + FORMS["harmony"](A) + "<|call|><|start|>assistant" + FORMS["harmony"](B),
+    FORMS["hermes"](A) + "\n" + FORMS["hermes"](B), qwen_coder(A) + qwen_coder(B), glm(A) + "\n" + glm(B),
+    FORMS["llama"](A) + "; " + FORMS["llama"](B), f"[{FORMS['llama'](A)}, {FORMS['llama'](B)}]",
+    f"<tool_call>{dump([{'name': 'write', 'arguments': a} for a in (A, B)])}</tool_call>",
+    f"<tool_call>{FORMS['llama'](A)}\n{FORMS['llama'](B)}</tool_call>",
+    f"<tool_call>{FORMS['llama'](A)}, {FORMS['llama'](B)}",
+    "[write(text='a'), write(text='b')]",
+    "First." + FORMS["harmony"](A) + "<|call|><|start|>assistant" + FORMS["harmony"](B),
 ])  # fmt: skip
 @both_forms
 def test_several_calls_are_read_in_order(completion, configured):
@@ -217,13 +217,13 @@ def test_several_calls_are_read_in_order(completion, configured):
 
 
 @pytest.mark.parametrize("completion", [
-        "<function=write>{text: a}</function>", '{"name": "write", "parameters": {"text": "a"',
-        "<|python_tag|>write me", "<invoke name='write'>a</invoke>", "<tool_call>write a</tool_call>",
-        "[TOOL_CALLS] none", "</tool_call>", '{"name": "write", "args": {}}', "<function=write><parameter=text>a",
-        "<tool_calls>[]</tool_calls>", "<tool_call>[]</tool_call>",
-        '<tool_call>{"name": "write", "arguments": {"text": "a"}} {"name": </tool_call>',
-        'to=functions.write<|message|>{"text"', "<tool_call>", '```json\n{"name": "write", "parameters": {"x": }}\n```',
-        "[write(text=a)]",
+    "<function=write>{text: a}</function>", '{"name": "write", "parameters": {"text": "a"',
+    "<|python_tag|>write me", "<invoke name='write'>a</invoke>", "<tool_call>write a</tool_call>",
+    "[TOOL_CALLS] none", "</tool_call>", '{"name": "write", "args": {}}', "<function=write><parameter=text>a",
+    "<tool_calls>[]</tool_calls>", "<tool_call>[]</tool_call>",
+    '<tool_call>{"name": "write", "arguments": {"text": "a"}} {"name": </tool_call>',
+    'to=functions.write<|message|>{"text"', "<tool_call>", '```json\n{"name": "write", "parameters": {"x": }}\n```',
+    "[write(text=a)]",
 ])  # fmt: skip
 @both_forms
 def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completion):
@@ -234,10 +234,10 @@ def test_broken_or_foreign_markup_is_an_error_for_the_model(configured, completi
 
 
 @pytest.mark.parametrize("answer", [
-        "I need no further tool_call.", "No tool call: it is 3.", "The tool_call gave 5; tool_call, done.", "",
-        "(tool call)", '{"answer": 5}', '{"name": "Ada", "age": 36}', "f(x) = 3 and sin(0)", "a <b> c", "1 < 2 > 0",
-        "{}", "The name: write. The arguments: none.", "<answer>[1, 2]</answer>", "#include <vector>", "[3]",
-        "Tool calls: none",
+    "I need no further tool_call.", "No tool call: it is 3.", "The tool_call gave 5; tool_call, done.", "",
+    "(tool call)", '{"answer": 5}', '{"name": "Ada", "age": 36}', "f(x) = 3 and sin(0)", "a <b> c", "1 < 2 > 0",
+    "{}", "The name: write. The arguments: none.", "<answer>[1, 2]</answer>", "#include <vector>", "[3]",
+    "Tool calls: none",
 ])  # fmt: skip
 @both_forms
 def test_prose_and_other_json_are_final_answers(configured, answer):
@@ -252,11 +252,11 @@ def test_a_python_call_in_prose_counts_only_where_the_environment_asks_for_it():
 
 
 @pytest.mark.parametrize("unit", [
-        "<tool_call>", '<tool_call>{"', '{"name":', '{"name":[', '{"name": "', "<function=a>", "write(",
-        "<|python_tag|>", "<function=write><parameter=a>", "<think>", "</think>", "to=functions.a",
-        "<tool_call>a<arg_key>", "<function=write><parameter=a>1</parameter>",
-        "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>", "</parameter></function>",
-        '<tool_call>{"name": "write"} {"name": "write"}', '{"parameters": {',
+    "<tool_call>", '<tool_call>{"', '{"name":', '{"name":[', '{"name": "', "<function=a>", "write(",
+    "<|python_tag|>", "<function=write><parameter=a>", "<think>", "</think>", "to=functions.a",
+    "<tool_call>a<arg_key>", "<function=write><parameter=a>1</parameter>",
+    "<tool_call>a<arg_key>a</arg_key><arg_value></arg_value>", "</parameter></function>",
+    '<tool_call>{"name": "write"} {"name": "write"}', '{"parameters": {',
 ])  # fmt: skip
 @both_forms
 def test_reading_ends_for_repeated_markup(unit, configured):

@@ -81,15 +81,15 @@ def test_an_environment_without_a_notion_of_its_golds_is_silent(dataset):
 
 
 @pytest.mark.parametrize(("gold", "problem"), [
-        (SENTENCE, "sentence"), ("She sold 72 clips.", "sentence"), ("7*8=56", "calculation"),
-        ("48/2 = 24\n48+24 = 72", "calculation"), (r"so $x=\frac{1}{2}$.", "around a formula"),
-        ("$72$ and $73$", "around a formula"), ("{'value': 72}", "record"), ('{"value": 72}', "record"),
-        ("Number of clips: 72", "label"), ("Clips: 72", None), ("Total: 72", None), ("Option B", None),
-        ("answer = 72", None), ("10:30 AM", None),
-        ("all real numbers except 1", None), ("June 20", None), ("3 hours 30 minutes", None), ("AB = 5", None),
-        ("x = 5", None), (r"\{1, 2\}", None), ("$18.90", None), ("3:2", None), ("Monday", None), ("72 clips", None),
-        ("15元", None), ("是", None), ("예", None), ("понедельник", None), ("word " * 400, "longer than 1000"),
-        ("小明有十五个苹果、小红有三个苹果、所以他们一共有十八个苹果。", "sentence"),
+    (SENTENCE, "sentence"), ("She sold 72 clips.", "sentence"), ("7*8=56", "calculation"),
+    ("48/2 = 24\n48+24 = 72", "calculation"), (r"so $x=\frac{1}{2}$.", "around a formula"),
+    ("$72$ and $73$", "around a formula"), ("{'value': 72}", "record"), ('{"value": 72}', "record"),
+    ("Number of clips: 72", "label"), ("Clips: 72", None), ("Total: 72", None), ("Option B", None),
+    ("answer = 72", None), ("10:30 AM", None),
+    ("all real numbers except 1", None), ("June 20", None), ("3 hours 30 minutes", None), ("AB = 5", None),
+    ("x = 5", None), (r"\{1, 2\}", None), ("$18.90", None), ("3:2", None), ("Monday", None), ("72 clips", None),
+    ("15元", None), ("是", None), ("예", None), ("понедельник", None), ("word " * 400, "longer than 1000"),
+    ("小明有十五个苹果、小红有三个苹果、所以他们一共有十八个苹果。", "sentence"),
 ])  # fmt: skip
 def test_a_gold_is_readable_if_a_right_answer_can_equal_it(gold, problem):
     environment = HendrycksMathEnvironment(dataset="own", verify_timeout_seconds=60.0)
