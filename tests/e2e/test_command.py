@@ -45,8 +45,8 @@ def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_pat
 @pytest.mark.parametrize(
     ("phase", "process"),
     [
-        pytest.param("starting Ray", "raylet", id="in Ray", marks=pytest.mark.slow),
-        pytest.param("starting the trainer", "vllm", id="in vLLM"),
+        pytest.param("starting Ray", "raylet", id="in Ray"),
+        pytest.param("starting the trainer", "vllm", id="in vLLM", marks=pytest.mark.slow),
     ],
 )
 def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind(
