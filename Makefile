@@ -19,6 +19,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 PARALLEL := -n $(JOBS) $(BY_FILE)
 # Tests below e2e wait for child processes a third of the time: three processes for two cores.
 OVERSUBSCRIBED := -n $(shell expr $(JOBS) \* 3 / 2) $(BY_FILE)
+# Tests of the pages wait for the browser, and for pages to settle, more than half the time.
+PAGES := -n $(shell expr $(JOBS) \* 2) $(BY_FILE)
 # tests/conftest.py puts the longest first.
 E2E := tests/integration/weights tests/e2e
 SLOW := tests/e2e/stack tests/integration tests/e2e
@@ -117,5 +119,5 @@ run-dashboard:
 # In processes of their own: Playwright's event loop would be in the way of asynchronous tests.
 run-pages:
 	@if [ ! -f src/telescope/dashboard/static/index.html ]; then echo "the pages are not built (make dashboard): their tests are left out"; \
-	elif $(PY) -m tests.browser; then $(PYTEST) $(OVERSUBSCRIBED) tests/pages $(ARGS); \
+	elif $(PY) -m tests.browser; then $(PYTEST) $(PAGES) tests/pages $(ARGS); \
 	else echo "the tests of the pages in a browser are left out"; fi
