@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
-from tests.browser import DashboardProcess, open_browser
-from tests.pages.page_visit import Visit, profile
+from tests.browser import open_browser
+from tests.pages.page_visit import DashboardThread, Visit, profile
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.testing.replay import Replay
@@ -50,9 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def dashboard(runs: Path) -> Iterator[DashboardProcess]:
+def dashboard(runs: Path) -> Iterator[DashboardThread]:
     """`telescope ui` over `runs`."""
-    with DashboardProcess(runs) as process:
+    with DashboardThread(runs) as process:
         yield process
 
 
@@ -64,7 +64,7 @@ def own_profile(browser: Browser) -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def visitor(own_profile: BrowserContext, dashboard: DashboardProcess) -> Iterator[Visit]:
+def visitor(own_profile: BrowserContext, dashboard: DashboardThread) -> Iterator[Visit]:
     """A page. Errors in its console, exceptions and failed requests fail the test."""
     page = own_profile.new_page()
     opened = Visit(page, dashboard.address)

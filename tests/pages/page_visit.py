@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import uvicorn
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response
 
+from telescope.cli.ui import CLOSE_SECONDS, listen
+from telescope.dashboard.app import create_app
 from telescope.record.reader import Run
 
 PLACES: dict[str, tuple[str, dict[str, str]]] = {
@@ -65,6 +69,28 @@ TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAni
 
 DOCUMENTS = "/api/user/"
 """Where another page may have written first: the page then reads the document and writes it again."""
+
+
+class DashboardThread:
+    """What `telescope ui` serves over a folder, from a thread: a process would import everything again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._listener, _ = listen("127.0.0.1", 0)
+        self.port = self._listener.getsockname()[1]
+        self.address = f"http://localhost:{self.port}/"
+        app = create_app([folder], hosts=["127.0.0.1"])
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+
+    def __enter__(self) -> DashboardThread:
+        self._thread.start()  # requests wait in the listener until it runs
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+        self._listener.close()
 
 
 class Visit:

@@ -7,8 +7,7 @@ from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
-from tests.browser import DashboardProcess
-from tests.pages.page_visit import PLACES, Visit, visit
+from tests.pages.page_visit import PLACES, DashboardThread, Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.cli.ui import export
@@ -63,7 +62,7 @@ def test_what_opens_over_a_page_is_accessible(visitor: Visit, name: str):
         assert findings(page) == []
 
 
-def test_pages_of_an_exported_file_are_accessible(browser: Browser, runs: Path, tmp_path: Path):
+def test_pages_of_an_exported_file_are_accessible_and_fit_a_phone(browser: Browser, runs: Path, tmp_path: Path):
     export(runs / "first", tmp_path / "run.html")
     with visit(browser, "") as opened:
         for place in ("overview", "metrics", "answers", "evals", "gone"):
@@ -71,6 +70,11 @@ def test_pages_of_an_exported_file_are_accessible(browser: Browser, runs: Path, 
                 opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{place}?theme={theme}")
                 opened.settle()
                 assert findings(opened.page) == [], (place, theme)
+        opened.page.set_viewport_size(PHONE)
+        for place in ("overview", "metrics", "answers", "evals"):
+            opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{place}")
+            opened.settle()
+            assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"], place
 
 
 LARGEST_SHIFT = 0.1
@@ -114,7 +118,7 @@ def test_a_long_name_of_a_run_widens_no_page(browser: Browser, tmp_path: Path):
     name = "最適化_learning-rate=1e-6,model=Qwen3-0.6B_" + "x" * 80
     for folder in (name, "other"):
         write_run(tmp_path / folder, "grpo")
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address, viewport=PHONE) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address, viewport=PHONE) as opened:
         beside = {"with": quote(name, safe="")}  # parts of a list are encoded once more
         for place, params in (("metrics", beside), ("code", {}), ("overview", {"config": "diff"})):
             page = opened.open(f"other/{place}", params)

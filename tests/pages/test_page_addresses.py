@@ -9,8 +9,7 @@ from urllib.parse import parse_qs
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from tests.browser import DashboardProcess
-from tests.pages.page_visit import PLACES, Visit, groups_of, profile, visit
+from tests.pages.page_visit import PLACES, DashboardThread, Visit, groups_of, profile, visit
 
 from telescope.record.reader import Run
 
@@ -126,7 +125,7 @@ def test_links_open_the_answer_that_they_name(visitor: Visit, runs: Path):
         expect(title).to_have_text(row["sample_id"])
 
 
-def test_an_answer_that_is_not_there_is_not_another_one(browser: Browser, dashboard: DashboardProcess):
+def test_an_answer_that_is_not_there_is_not_another_one(browser: Browser, dashboard: DashboardThread):
     with visit(browser, dashboard.address) as opened:
         page = opened.open("first/rollouts", {"step": 3, "sample": "99999-0"})
         expect(page.get_by_role("heading", name="Answer 99999-0 was not found.")).to_be_visible()

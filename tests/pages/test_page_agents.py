@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, expect
-from tests.browser import DashboardProcess
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import DashboardThread, Visit, visit
 from tests.pages.test_every_page import findings
 from tests.unit.orchestrator.fakes import agent_sample, group
 
@@ -38,7 +37,7 @@ def agents(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         recorder.write("groups", record_rows.group_row(made, **of_group))
         recorder.write("steps", {"step": 0, "version": 1, "started_at": 9.0, "ended_at": 16.0, "metrics": {"x": 1.0}})
         end_run(recorder, info, "finished", config_json="{}")
-    with DashboardProcess(folder) as process, visit(browser, process.address) as opened:
+    with DashboardThread(folder) as process, visit(browser, process.address) as opened:
         yield opened
         assert opened.problems == []
 

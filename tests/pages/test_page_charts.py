@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
-from tests.browser import DashboardProcess
 from tests.pages.conftest import NUM_STEPS
 from tests.pages.page_text import numbers
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import DashboardThread, Visit, visit
 
 from telescope.record.reader import Run
 from telescope.testing.replay import Replay
@@ -30,18 +29,6 @@ def saved(page: Page, chart: Locator) -> list[dict[str, str]]:
 
 def figure(page: Page, name: str) -> Locator:
     return page.locator("figure", has=page.get_by_text(name, exact=True)).first
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
-    """A dashboard over a run whose samples are in a broken file."""
-    folder = tmp_path_factory.mktemp("damaged")
-    with Replay(folder / "run", num_steps=2) as replay:
-        replay.write_all()
-    for file in Run(folder / "run").table_files("samples"):
-        file.path.write_bytes(b"foreign")
-    with DashboardProcess(folder) as process:
-        yield process
 
 
 def test_a_selected_step_is_marked_read_and_moved(visitor: Visit, runs: Path):
@@ -240,43 +227,38 @@ def test_the_range_of_steps_is_that_of_the_log(visitor: Visit, runs: Path):
     assert numbers(page.locator(".logs .end").inner_text())[0] == count["n"]
 
 
-def test_a_damaged_file_is_named_on_the_pages_of_its_run(browser: Browser, damaged: DashboardProcess):
-    with visit(browser, damaged.address) as opened:
-        page = opened.open("run/rollouts")
-        expect(page.get_by_role("status").filter(has_text="cannot be read")).to_contain_text("tables/samples/")
-
-
 PLACES_OF_TABLES = {
-    "overview": ("alerts", "Health"),
-    "metrics": ("step_stats", "Metrics"),
-    "rollouts": ("groups", "Steps and groups"),
-    "timeline": ("gauges", "Timeline"),
+    "alerts": ("overview", "Health"),
+    "step_stats": ("metrics", "Metrics"),
+    "groups": ("rollouts", "Steps and groups"),
+    "samples": ("rollouts", "Steps and groups"),
+    "gauges": ("timeline", "Timeline"),
     "logs": ("logs", ""),
     "evals": ("evals", ""),
-    "changes": ("spans", ""),
+    "spans": ("changes", ""),
 }
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardProcess]:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardThread]:
     """A dashboard over runs with one broken table each: cut off, or foreign bytes."""
     folder = tmp_path_factory.mktemp("broken")
     whole = tmp_path_factory.mktemp("whole") / "run"
     with Replay(whole, num_steps=3) as replay:
         replay.write_all()
-    for number, (page, (table, _)) in enumerate(PLACES_OF_TABLES.items()):
-        shutil.copytree(whole, folder / page)
-        for file in Run(folder / page).table_files(table):
+    for number, table in enumerate(PLACES_OF_TABLES):
+        shutil.copytree(whole, folder / table)
+        for file in Run(folder / table).table_files(table):
             file.path.write_bytes(file.path.read_bytes()[: file.path.stat().st_size // 2] if number % 2 else b"foreign")
-    with DashboardProcess(folder) as process:
-        yield process
+    with DashboardThread(folder) as opened:
+        yield opened
 
 
-@pytest.mark.parametrize("name", PLACES_OF_TABLES)
-def test_a_broken_table_hides_no_other_and_is_named(browser: Browser, broken: DashboardProcess, name: str):
-    table, region = PLACES_OF_TABLES[name]
+@pytest.mark.parametrize("table", PLACES_OF_TABLES)
+def test_a_broken_table_hides_no_other_and_is_named(browser: Browser, broken: DashboardThread, table: str):
+    name, region = PLACES_OF_TABLES[table]
     with visit(browser, broken.address) as opened:
-        page = opened.open(f"{name}/{name}")
+        page = opened.open(f"{table}/{name}")
         expect(page.get_by_role("status").filter(has_text="cannot be read")).to_contain_text(f"tables/{table}/")
         expect(page.get_by_label("Progress").first).to_contain_text("3 of 3 steps")
         if region:
@@ -309,7 +291,7 @@ def test_a_chart_that_goes_under_the_pointer_leaves_no_crosshair(visitor: Visit)
     expect(page.locator("figure.chart").first.locator(".v")).to_contain_text("last")
 
 
-def test_a_tap_on_a_chart_selects_the_step_there(browser: Browser, dashboard: DashboardProcess):
+def test_a_tap_on_a_chart_selects_the_step_there(browser: Browser, dashboard: DashboardThread):
     phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
     with visit(browser, dashboard.address, **phone) as opened:
         page = opened.open("first/overview")
@@ -324,7 +306,7 @@ def test_a_tap_on_a_chart_selects_the_step_there(browser: Browser, dashboard: Da
         assert opened.problems == []
 
 
-def test_what_a_mouse_shows_is_visible_on_a_tablet(browser: Browser, dashboard: DashboardProcess):
+def test_what_a_mouse_shows_is_visible_on_a_tablet(browser: Browser, dashboard: DashboardThread):
     tablet = {"viewport": {"width": 1024, "height": 768}, "has_touch": True, "is_mobile": True}
     with visit(browser, dashboard.address, **tablet) as opened:
         page = opened.open("first/metrics")

@@ -126,15 +126,6 @@ def test_a_run_in_one_file_opens_in_a_frame_without_storage(browser: Browser, ru
         assert opened.problems == []
 
 
-def test_pages_of_the_file_fit_a_phone(browser: Browser, runs: Path, tmp_path: Path):
-    export(runs / "first", tmp_path / "run.html")
-    with visit(browser, "", viewport={"width": 390, "height": 844}) as opened:
-        for page in ("overview", "metrics", "answers", "evals"):
-            opened.page.goto(f"{(tmp_path / 'run.html').as_uri()}#/first/{page}")
-            opened.settle()
-            assert opened.page.evaluate("() => document.documentElement.scrollWidth") <= 390, page
-
-
 def test_projects_on_wandb_are_added_and_removed_by_keys(browser: Browser, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

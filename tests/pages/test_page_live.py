@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Route, expect
 from tests.browser import DashboardProcess
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import DashboardThread, Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
@@ -50,7 +50,7 @@ def test_a_record_of_evals_alone_opens_with_its_answers(browser: Browser, tmp_pa
         answer = {"group_id": -1, "sample_index": 0, "status": "eval", "eval_name": "math", "environment": "math"}
         recorder.write("samples", {"sample_id": "e-0-0", "step": -1, "reward": 1.0, **answer})
         recorder.write("turns", {"sample_id": "e-0-0", "turn": 0, "role": "assistant", "text": "the only answer"})
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address) as opened:
         page = opened.open("evals/rollouts")
         expect(page.get_by_label("Answers of all steps").get_by_role("option")).to_have_count(1)
         expect(page.locator(".conv")).to_contain_text("the only answer")
@@ -98,14 +98,13 @@ def live(tmp_path: Path) -> Iterator[LiveRun]:
 
 
 @pytest.fixture
-def server(live: LiveRun) -> Iterator[DashboardProcess]:
-    """A server of one test, which may end it."""
-    with DashboardProcess(live.run_dir) as process:
-        yield process
+def server(live: LiveRun) -> Iterator[DashboardThread]:
+    with DashboardThread(live.run_dir) as opened:
+        yield opened
 
 
-def test_pages_follow_a_run(browser: Browser, server: DashboardProcess, live: LiveRun):
-    names = ("overview", "metrics", "rollouts", "timeline", "infra", "logs")
+def test_pages_follow_a_run(browser: Browser, server: DashboardThread, live: LiveRun):
+    names = ("overview", "metrics", "rollouts", "logs")
     with ExitStack() as stack:
         visits: dict[str, Visit] = {}
         for name in names:
@@ -138,7 +137,7 @@ def test_groups_are_listed_before_the_first_step_has_ended(browser: Browser, tmp
         assert replay.recorder.flush()
         groups = Run(tmp_path / "early").sql("select group_id from groups where step = 0").to_dicts()
         assert groups
-        with DashboardProcess(tmp_path / "early") as server, visit(browser, server.address) as opened:
+        with DashboardThread(tmp_path / "early") as server, visit(browser, server.address) as opened:
             listed = opened.open("early/rollouts").get_by_label("Steps and groups")
             expect(listed).to_contain_text(f"Step 0 {len(groups)} groups")
             expect(opened.page.locator(".conv")).to_be_visible()
@@ -150,7 +149,7 @@ def test_pages_of_runs_that_failed_at_their_start_wait_for_nothing(browser: Brow
         with Recorder(tmp_path / folder) as recorder:
             info = begin_run(recorder, name="same", config_hash="c", config_json="{}", first_step=0, num_steps=3)
             end_run(recorder, info, "failed", config_json="{}", error="it broke")
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address) as opened:
         for name in ("metrics", "rollouts", "timeline"):
             page = opened.open(f"a/{name}")
             expect(page.get_by_role("heading", name="This run ended before its first step.")).to_be_visible()
@@ -171,7 +170,7 @@ def test_an_alert_that_is_open_when_the_run_ends_is_closed_then(browser: Browser
         alert = {"time": info.started_at + 1, "level": "warning", "kind": "server", "step": 0}
         recorder.write("alerts", {**alert, "message": "Server 0 is down. Look at its log."})
         assert recorder.flush()
-        with DashboardProcess(tmp_path / "run") as server, visit(browser, server.address) as opened:
+        with DashboardThread(tmp_path / "run") as server, visit(browser, server.address) as opened:
             page = opened.open("run/overview")
             expect(page.get_by_role("img", name="open", exact=True)).to_be_visible()
             end_run(recorder, info, "finished", config_json="{}")
@@ -180,14 +179,14 @@ def test_an_alert_that_is_open_when_the_run_ends_is_closed_then(browser: Browser
             assert opened.problems == []
 
 
-def test_a_request_is_on_the_timeline_before_it_ends(browser: Browser, server: DashboardProcess, live: LiveRun):
+def test_a_request_is_on_the_timeline_before_it_ends(browser: Browser, server: DashboardThread, live: LiveRun):
     with visit(browser, server.address) as opened:
         page = opened.open("live/timeline", {"sample": live.generate()})
         expect(page.get_by_label("Step and request")).to_contain_text("It has been running for")
         assert opened.problems == []
 
 
-def test_the_panel_of_the_timeline_holds_the_last_step(browser: Browser, server: DashboardProcess, live: LiveRun):
+def test_the_panel_of_the_timeline_holds_the_last_step(browser: Browser, server: DashboardThread, live: LiveRun):
     with visit(browser, server.address) as opened:
         page = opened.open("live/timeline", {"follow": 1})
         said = page.locator(".p3 .vd")
@@ -206,7 +205,7 @@ def test_the_panel_of_the_timeline_holds_the_last_step(browser: Browser, server:
 
 
 def test_logs_come_also_if_a_read_takes_longer_than_the_run_needs_for_new_lines(
-    browser: Browser, server: DashboardProcess, live: LiveRun
+    browser: Browser, server: DashboardThread, live: LiveRun
 ):
     held: list[Route] = []
     with visit(browser, server.address) as opened:
@@ -219,7 +218,7 @@ def test_logs_come_also_if_a_read_takes_longer_than_the_run_needs_for_new_lines(
         expect(opened.page.get_by_label("Log lines").locator(".lg").first).to_be_visible()
 
 
-def test_logs_of_an_ended_run_that_could_not_be_read_are_read_again(browser: Browser, dashboard: DashboardProcess):
+def test_logs_of_an_ended_run_that_could_not_be_read_are_read_again(browser: Browser, dashboard: DashboardThread):
     with visit(browser, dashboard.address) as opened:
         opened.page.route("**/logs?*", lambda route: route.fulfill(status=503, body="{}"), times=1)
         opened.page.goto(f"{opened.address}/#/first/logs")
@@ -227,8 +226,8 @@ def test_logs_of_an_ended_run_that_could_not_be_read_are_read_again(browser: Bro
         expect(opened.page.get_by_label("Log lines").locator(".lg").first).to_be_visible()
 
 
-def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, server: DashboardProcess, live: LiveRun):
-    with visit(browser, server.address) as opened:
+def test_a_page_misses_nothing_while_the_server_is_away(browser: Browser, live: LiveRun):
+    with DashboardProcess(live.run_dir) as server, visit(browser, server.address) as opened:
         page = opened.open("live/metrics", {"metric": "entropy"})
         state = page.get_by_role("banner")
         expect(state).to_contain_text("training")
@@ -261,7 +260,7 @@ def test_a_page_opened_while_the_server_is_away_comes_with_it(browser: Browser, 
 
 def test_a_page_says_that_its_run_was_removed_until_it_is_back(browser: Browser, tmp_path: Path):
     write_run(tmp_path / "run", "grpo")
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address) as opened:
         page = opened.open("run/overview")
         moved = (tmp_path / "run").rename(tmp_path / ".moved")
         expect(page.get_by_role("heading", name="This run was removed or moved.")).to_be_visible()

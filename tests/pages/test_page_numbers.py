@@ -19,7 +19,7 @@ from telescope.record.reader import Run, list_runs
 WORDS = "answer>1"
 """What prompts or answers of the recorded run say."""
 
-SOME_METRICS = 12
+SOME_METRICS = 24
 """A step has 150 metrics; one of so many is compared."""
 
 LAST_STEPS = 10

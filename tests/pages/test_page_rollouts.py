@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from tests.browser import DashboardProcess
-from tests.pages.page_visit import Visit, groups_of, visit
+from tests.pages.page_visit import DashboardThread, Visit, groups_of, visit
 from tests.pages.test_every_page import findings
 
 from telescope.record.reader import Run
@@ -51,7 +50,7 @@ def test_siblings_stay_in_their_place_and_folds_stay_when_the_answer_changes(vis
 
 
 def test_a_tall_window_has_every_answer_of_the_list_also_after_a_failed_read(
-    browser: Browser, dashboard: DashboardProcess
+    browser: Browser, dashboard: DashboardThread
 ):
     with visit(browser, dashboard.address, viewport={"width": 1280, "height": 4000}) as opened:
         opened.page.route("**/samples?*offset=100*", lambda route: route.fulfill(status=503, body="{}"), times=1)

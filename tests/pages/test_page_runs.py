@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
-from tests.browser import DashboardProcess
 from tests.pages.conftest import NUM_STEPS
 from tests.pages.page_text import numbers
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import DashboardThread, Visit, visit
 from tests.unit.dashboard.conftest import write_run
 
 from telescope.record.reader import Run
@@ -120,7 +119,7 @@ def test_runs_are_plotted_saved_and_searched_by_their_fields(visitor: Visit, run
 def test_a_run_that_began_later_can_be_compared_and_its_settings_are_known(browser: Browser, tmp_path: Path):
     for name in ("one", "same"):
         write_run(tmp_path / name, "grpo")
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address) as opened:
         page = opened.open("one/metrics")
         runs = page.context.new_page()
         runs.goto(f"{opened.address}/#/")
@@ -139,7 +138,7 @@ def test_a_run_that_began_later_can_be_compared_and_its_settings_are_known(brows
 def test_the_list_keeps_its_place_at_a_run_when_another_begins(browser: Browser, tmp_path: Path):
     for name in ("one", "same"):
         write_run(tmp_path / name, "grpo")
-    with DashboardProcess(tmp_path) as server, visit(browser, server.address) as opened:
+    with DashboardThread(tmp_path) as server, visit(browser, server.address) as opened:
         page = opened.open("", {"view": "of an older version"})
         page.keyboard.press("j")
         first = page.locator("tr.at").inner_text().split()[0]

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 from tests.browser import DashboardProcess
 from tests.pages.hostile_record import HIDDEN, write_hostile_run
-from tests.pages.page_visit import Visit, profile, visit
+from tests.pages.page_visit import DashboardThread, Visit, profile, visit
 
 PAGES = ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs", "code")
 LONGEST_ELEMENTS = 30_000
@@ -166,7 +166,7 @@ class OtherSite(BaseHTTPRequestHandler):
         """Prints nothing."""
 
 
-def test_another_site_reads_nothing(browser: Browser, dashboard: DashboardProcess):
+def test_another_site_reads_nothing(browser: Browser, dashboard: DashboardThread):
     with ThreadingHTTPServer(("127.0.0.1", 0), OtherSite) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with visit(browser, dashboard.address) as opened:
@@ -178,7 +178,7 @@ def test_another_site_reads_nothing(browser: Browser, dashboard: DashboardProces
     assert tried == dict.fromkeys(("fetch", "with cookies", "put", "events", "frame", "script"), "refused")
 
 
-def test_another_name_of_this_machine_is_refused(browser: Browser, dashboard: DashboardProcess):
+def test_another_name_of_this_machine_is_refused(browser: Browser, dashboard: DashboardThread):
     # The browser of the tests resolves every name below `.example` to this machine, as a rebound name would be.
     with visit(browser, dashboard.address) as opened:
         answer = opened.page.goto(f"http://rebound.example:{dashboard.port}/api/runs")
@@ -217,7 +217,7 @@ def test_beyond_loopback_the_printed_address_opens_the_pages_and_no_other(browse
         *("/api/runs/first/samples/1/..%2f..%2f..%2frun.json", "/api/runs/first%2f..%2fsecond", "http://etc/passwd"),
     ],
 )
-def test_no_path_leads_out_of_the_folders(dashboard: DashboardProcess, runs: Path, path: str):
+def test_no_path_leads_out_of_the_folders(dashboard: DashboardThread, runs: Path, path: str):
     connection = http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=20)
     connection.putrequest("GET", path, skip_host=True)  # as it is, where a browser would shorten it first
     connection.putheader("Host", "localhost")

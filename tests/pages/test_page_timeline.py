@@ -12,8 +12,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
-from tests.browser import DashboardProcess
-from tests.pages.page_visit import Visit, visit
+from tests.pages.page_visit import DashboardThread, Visit, visit
 
 from telescope.record.reader import Run
 
@@ -240,7 +239,7 @@ def test_gauges_stay_while_those_of_another_time_are_read(visitor: Visit):
     visitor.settle()
 
 
-def test_a_critical_path_that_could_not_be_read_is_read_again(browser: Browser, dashboard: DashboardProcess):
+def test_a_critical_path_that_could_not_be_read_is_read_again(browser: Browser, dashboard: DashboardThread):
     with visit(browser, dashboard.address) as opened:
         opened.page.route("**/paths?*", lambda route: route.fulfill(status=503, body="{}"), times=1)
         panel = opened.open("first/timeline", {"step": 5}).get_by_label("Step and request")
