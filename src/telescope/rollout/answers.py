@@ -15,7 +15,7 @@ _CLOSED = ("}", "]", ")", "</function>", "</tool_call>", "invoke>", "<tool_call|
 """Endings of a complete call."""
 _AROUND_CALLS = re.compile(
     rf"</?{NAMESPACE}(?:tool|function)_calls?>|\[TOOL_CALLS\]|```(?:json)?\s*```"
-    r"|```\s*(?=<\uff5ctool)|\[[\s,;]*\]"
+    r"|```\s*(?=<\uff5ctool)|\[[\s,;]*\]|```tool_code(?:\s*print\(\s*\))*\s*```"
 )
 """Markup around calls that remains after they are removed."""
 _CONTROL = re.compile(

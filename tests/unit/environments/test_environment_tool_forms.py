@@ -74,9 +74,9 @@ FORMS = {
     "gemma 4": lambda a: f"<|tool_call>call:write{gemma(a)}<tool_call|>",
     "python": python,
     "lfm": lambda a: f"<|tool_call_start|>{python(a)}<|tool_call_end|> I wait.",
-    "llama 4": lambda a: f"<|python_start|>[{python(a)}]<|python_end|>",
-    "olmo 3": lambda a: f"<function_calls>{python(a)}</function_calls>",
-    "gemma 3": lambda a: f"```tool_code\nprint({python(a)})\n```",
+    "llama 4": lambda a: f"<|python_start|>{python(a)}<|python_end|>",
+    "olmo 3": lambda a: f"<function_calls>{python(a)[1:-1]}</function_calls>",
+    "gemma 3": lambda a: f"```tool_code\nprint({python(a)[1:-1]})\n```",
 }
 
 
