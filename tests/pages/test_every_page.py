@@ -107,7 +107,7 @@ def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
     assert max(frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")) <= PHONE["width"]
 
 
-def test_the_log_on_a_phone_scrolls_to_its_newest_line(browser: Browser, dashboard: DashboardProcess):
+def test_the_log_on_a_phone_scrolls_to_its_newest_line(browser: Browser, dashboard: DashboardThread):
     with visit(browser, dashboard.address, viewport=PHONE) as opened:
         page = opened.open("first/logs")
         assert page.evaluate("() => document.documentElement.scrollHeight") <= PHONE["height"]
