@@ -54,7 +54,7 @@ test test-all test-unit test-integration e2e: export BUBBLEWRAP ?= auto
 test test-all test-integration e2e: export MEGATRON ?= 1
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
-test: setup  ## before every change lands: lint, types and all tests but the slow ones (about 27 minutes on two free cores)
+test: setup  ## before every change lands: lint, types and all tests but the slow ones (about 24 minutes on two free cores)
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
