@@ -29,10 +29,10 @@ SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
 """Folders whose files share a fixture that takes long to start."""
 
 LONGEST = (
-    *("e2e/stack", "integration/weights", "e2e/test_a_whole_run.py", "e2e/test_lora.py", "e2e/test_command.py"),
-    *("e2e/test_megatron.py", "integration/cluster/test_rollout_workers.py", "integration/trainer/test_megatron.py"),
+    "e2e/stack", "integration/weights", "e2e/test_a_whole_run.py", "e2e/test_lora.py", "e2e/test_command.py",
+    "e2e/test_megatron.py", "integration/cluster/test_rollout_workers.py", "integration/trainer/test_megatron.py",
     "integration/trainer/test_two_ranks.py",
-)
+)  # fmt: skip
 """Below tests/, in the order of their starts: what starts last keeps one process busy while the others are idle."""
 
 

@@ -42,8 +42,11 @@ _SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
 _DIGITS = r"(?:[0-9]+(?:\{?,\}?[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
 _DECIMAL = re.compile(r"(?:[A-Za-z]=)?[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _SLASHED = re.compile(r"(?<![0-9A-Za-z.^_})])([0-9]+)/([0-9]+)(?![0-9.^!])")
+"""A fraction of two whole numbers that is not part of a longer term."""
 _BRACED = re.compile(r"\{([0-9])\}|(?<=[\^_])\{([A-Za-z])\}")
+"""A digit, exponent or index in braces, which means the same without them."""
 _SEPARATOR = re.compile(r"[,;]|(?<![\\A-Za-z])(?:or|and)(?![A-Za-z])")
+"""What separates several answers."""
 _PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DIGITS}"  # 12, 1,000, 0.5
