@@ -353,7 +353,7 @@ async def test_what_a_worker_does_with_sandboxes_is_recorded(ground, tmp_path, m
         labels = row["labels"]
         last[row["name"], labels["provider"], labels.get("operation"), labels.get("error")] = row["value"]
         most_alive = max(most_alive, row["value"] if row["name"] == "sandboxes_alive" else 0.0)
-    assert most_alive >= 2.0
+    assert most_alive >= 1.0  # of the two in the pool: a report may come before the second is there
     assert last == {
         ("sandboxes_alive", "local", None, None): 0.0, ("sandboxes_alive", "unobtainable", None, None): 0.0,
         ("sandbox_creates_total", "local", None, None): len(created),
