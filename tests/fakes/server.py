@@ -71,7 +71,7 @@ class FakeEngineServer:
         versioned = PolicyVersionMiddleware(self.app, note_spans=note_spans)
         config = uvicorn.Config(
             _with_app(self.app, RunSecretMiddleware(BinaryResponseMiddleware(versioned), self.secret)), host=self.host,
-            port=self.port, lifespan="off", access_log=False, log_level="warning", backlog=8192,
+            port=self.port, lifespan="off", access_log=False, log_config=None, log_level="warning", backlog=8192,
             timeout_keep_alive=600, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = _QuietServer(config)

@@ -79,7 +79,9 @@ class DashboardThread:
         self.port = self._listener.getsockname()[1]
         self.address = f"http://localhost:{self.port}/"
         app = create_app([folder], hosts=["127.0.0.1"])
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+        config = uvicorn.Config(
+            app, log_config=None, log_level="error", lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
 

@@ -16,10 +16,11 @@ import importlib
 import io
 import math
 import os
+import select
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 # Imports nothing slow, because Ctrl-C ends the command quietly only after these imports.
 from telescope import __version__
@@ -66,10 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         print(end="", flush=True)
-    except BrokenPipeError:  # the reader of the output (`head`, a pager) has exited
+    except BrokenPipeError:
+        if not (_has_lost_its_reader(sys.stdout) or _has_lost_its_reader(sys.stderr)):  # of a connection, then
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
         sys.stderr.close()
     return code
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    """Returns whether `stream` is a pipe whose reader, such as `head` or a pager, has exited."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(arguments: list[str]) -> int:
@@ -96,8 +106,8 @@ def _run(arguments: list[str]) -> int:
         )
         return EXIT_BAD_INPUT
     except SystemExit as exit_request:  # raised by argparse after it has printed its message
-        if isinstance(exit_request.__context__, BrokenPipeError):  # raised by rich
-            raise exit_request.__context__ from None
+        if isinstance(exit_request.__context__, BrokenPipeError):  # raised by rich, which now writes to /dev/null
+            return 0
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
 
 

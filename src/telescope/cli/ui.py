@@ -130,7 +130,12 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
     if not arguments.no_browser and token is None and is_on_desktop(os.environ):
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS
+        app,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from telescope.cli import main
 from telescope.errors import ConfigError
 
@@ -15,6 +17,15 @@ def test_a_problem_is_printed_once_and_without_control_sequences(monkeypatch, ca
     monkeypatch.setattr(main, "_dispatch", refuse)
     assert main.main(["train"]) == main.EXIT_BAD_INPUT
     assert capsys.readouterr().err == "telescope: template is red\n"
+
+
+def test_a_connection_that_breaks_does_not_end_a_command_as_if_it_were_done(monkeypatch, capfd):
+    def lose(arguments):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(main, "_dispatch", lose)
+    with pytest.raises(BrokenPipeError):
+        main.main(["eval"])
 
 
 def test_a_locale_without_a_character_gets_its_number():

@@ -1,5 +1,6 @@
 """Who may read the dashboard, and that no path leads out of it."""
 
+import logging
 import sys
 import time
 import webbrowser
@@ -143,6 +144,15 @@ def test_a_browser_opens_on_a_desktop_unless_others_would_see_the_secret(
     if opens:
         assert opened.get(timeout=10).startswith("http://localhost:")
     assert opened.empty()
+
+
+def test_the_server_closes_no_handler_of_other_packages(monkeypatch, tmp_path):
+    """Some, such as those of absl, close the standard error with which they began."""
+    other = logging.StreamHandler()
+    monkeypatch.setattr(other, "close", Mock())
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    assert main(["ui", "--port", "0", "--no-browser", str(tmp_path)]) == 0
+    other.close.assert_not_called()
 
 
 def test_a_fault_of_the_server_is_answered_in_words_and_raised_for_its_log(root, tmp_path, monkeypatch):
