@@ -145,10 +145,7 @@ def test_the_code_is_an_artifact_without_secrets(recorded):
 
 
 def test_tensorboard_has_each_step_once_and_gauges_over_seconds(recorded):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(recorded.path / "tensorboard"))
-    read.Reload()
+    read = tensorboard_events(recorded)
     assert [(event.step, event.value) for event in read.Scalars("entropy")] == EACH_STEP_ONCE
     assert {event.value for event in read.Scalars("vllm/num_requests_running/max")} == {4.0}
     assert read.Scalars("summary/seconds")[0].value == 2.5
@@ -156,20 +153,29 @@ def test_tensorboard_has_each_step_once_and_gauges_over_seconds(recorded):
 
 
 def test_each_tracker_has_the_distribution_of_the_rewards_of_a_step(recorded):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     name = "distribution/reward"
     rows = [(row["step"], row[name]) for row in recorded.stored.history if name in row]
     assert [(step, bins["values"]) for step, bins in rows] == HISTOGRAMS
     assert rows[0][1]["bins"] == [0.0, 0.5, 1.0, 1.5]
-    read = EventAccumulator(str(recorded.path / "tensorboard"), size_guidance={"histograms": 0})
-    read.Reload()
+    read = tensorboard_events(recorded, histograms=0)
     events = read.Histograms(name)
     assert [(event.step, event.histogram_value.bucket) for event in events] == HISTOGRAMS
     assert events[0].histogram_value.bucket_limit == [0.5, 1.0, 1.5]
     logs, _ = trackio_logs(recorded)
     rows = [(row["step"], row[name]) for row in logs if name in row]
     assert [(step, bins["values"]) for step, bins in rows] == HISTOGRAMS
+
+
+def tensorboard_events(recorded: Recorded, **sizes: int) -> Any:
+    """Returns what TensorBoard reads of the run. `sizes` is the number of events of a kind that it keeps, 0 for all."""
+    from absl import logging
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # absl closes the stream of its import, which is pytest's, when something configures logging.
+    logging.get_absl_handler().python_handler.stream = sys.__stderr__
+    read = EventAccumulator(str(recorded.path / "tensorboard"), size_guidance=sizes or None)
+    read.Reload()
+    return read
 
 
 def trackio_logs(recorded: Recorded) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
