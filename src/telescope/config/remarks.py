@@ -181,11 +181,17 @@ def _idle_fields(config: TelescopeConfig) -> list[str]:
         ),
         (algorithm != "sapo", {"sapo_tau_pos", "sapo_tau_neg"}, f'algorithm is "{algorithm}". Set it to "sapo"'),
         (algorithm != "dr_grpo", {"dr_grpo_loss_agg_mode"}, f'algorithm is "{algorithm}". Set it to "dr_grpo"'),
-        (not config.use_tis, {"tis_cap", "tis_logprob_clamp"}, "use_tis is false. Set it to true"),
-        (
-            not config.enable_prompt_prefetch,
-            {"prompt_prefetch_buffer_size"},
-            "enable_prompt_prefetch is false. Set it to true",
+        (not config.kl_penalty_tau, {"kl_estimator"}, "kl_penalty_tau is 0. Raise it"),
+        (not config.overlong_penalty_factor, {"overlong_buffer_tokens"}, "overlong_penalty_factor is 0. Raise it"),
+        *(
+            (not getattr(config, switch), names, f"{switch} is false. Set it to true")
+            for switch, names in (
+                ("use_tis", {"tis_cap", "tis_logprob_clamp"}),
+                ("enable_prompt_prefetch", {"prompt_prefetch_buffer_size"}),
+                ("seq_is_masking", {"seq_is_mask_low", "seq_is_mask_high"}),
+                ("filter_repetition", {"repetition_compression_threshold"}),
+                ("filter_gibberish", {"gibberish_token_threshold", "gibberish_logprob_offset"}),
+            )
         ),
         (
             config.checkpoint_keep_last is None,

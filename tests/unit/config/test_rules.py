@@ -217,6 +217,8 @@ def test_ranks_follow_the_servers_of_shared_gpus_before_their_division_is_checke
     ("fsdp_reshard_after_forward", False, {"train_backend": "megatron"}),
     ("gradient_checkpointing_layers", 2, {"train_backend": "megatron"}),
     ("clip_high", 0.28, {}), ("clip_high", 0.28, {"algorithm": "sapo"}), ("ppo_clip_ref_logprobs", "batch", {}),
+    ("kl_estimator", "k2", {}), ("overlong_buffer_tokens", 64, {}), ("seq_is_mask_low", 0.5, {}),
+    ("repetition_compression_threshold", 4, {}), ("gibberish_logprob_offset", 3, {}),
     ("sapo_tau_neg", 2, {}), ("dr_grpo_loss_agg_mode", "token_sum_norm", {}), ("tis_cap", 3, {}),
     ("prompt_prefetch_buffer_size", 9, {"enable_prompt_prefetch": False}), ("checkpoint_keep_every", 100, {}),
 ])  # fmt: skip
