@@ -27,6 +27,7 @@ from telescope.config.machine import (
     SHARED_MEMORY,
     existing_parent,
     free_block,
+    listen_problem,
     local_resources,
     ray_cluster_is_configured,
     require_port,
@@ -405,6 +406,16 @@ def check_ports(config: TelescopeConfig) -> str:
     return f"{config.inference_base_port} is free"
 
 
+def check_prometheus_address(config: TelescopeConfig) -> None:
+    """Checks that the driver can serve Prometheus at its address."""
+    if config.prometheus_address:
+        host, _, port = config.prometheus_address.rpartition(":")
+        if (problem := listen_problem(host.strip("[]"), int(port))) is not None:
+            raise ConfigError(
+                f"prometheus_address: {config.prometheus_address} cannot be used: {problem}. Choose another one"
+            )
+
+
 def check_alert_command(config: TelescopeConfig) -> None:
     """Checks that `alert_command` exists. Otherwise only the first alert would show that it is missing."""
     if config.alert_command and shutil.which(config.alert_command[0]) is None:
@@ -435,5 +446,6 @@ CHECKS = (
     Check(check_shared_memory, alone=True, evals=True, doctor="shared memory"),
     Check(check_run_dir, doctor="run directory"),
     Check(check_alert_command),
+    Check(check_prometheus_address),
     Check(check_ports, alone=True, evals=True, doctor="inference ports", doctor_status="note"),
 )
