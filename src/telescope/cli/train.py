@@ -265,8 +265,9 @@ def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_
     commands = [
         f"ui {run_dir}",
         "runs" if root == "runs" else f"runs --root {root}",
-        f'query --run {run_dir} "select step, reward_mean from steps order by step"',
     ]
+    if summary.steps:
+        commands.append(f'query --run {run_dir} "select step, reward_mean from steps order by step"')
     if can_continue or summary.model_dir is not None:
         commands.append(f"chat {run_dir if can_continue else shlex.quote(_short(str(summary.model_dir)))}")
     if can_continue and has_evals:

@@ -101,11 +101,12 @@ def check_has_checkpoint(config: TelescopeConfig, run_dir: Path, file: Path) -> 
     folder = CheckpointFolder.for_run(config, run_dir)
     if not folder.steps():
         steps = Run(run_dir).summary().steps if is_run(run_dir) else 0
+        every = "" if config.checkpoint_every else " --checkpoint_every 20"
+        cause = "before the first one was complete" if config.checkpoint_every else "with checkpoint_every off"
         raise UserError(
-            f"{run_dir} has no checkpoint in {folder.path}: it ended after {pluralize(steps, 'step')}, before the "
-            "first one was complete, checkpoint_every was off, or checkpoint_dir is another folder than before. Set "
-            "checkpoint_dir, or start the run again, in another run_dir, with `telescope train --config "
-            f"{file} --checkpoint_every 20`"
+            f"{run_dir} has no checkpoint in {folder.path}: it ended after {pluralize(steps, 'step')}, {cause}, or "
+            "checkpoint_dir is another folder than before. Set checkpoint_dir, or start the run again in another "
+            f"run_dir: `telescope train --config {file} --run_dir {run_dir}-2{every}`"
         )
 
 

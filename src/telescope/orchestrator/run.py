@@ -71,7 +71,7 @@ class _TrainingRun:
             self._status.step = self._resumed.step
         for note in notes:
             self._status.report(note, "config")
-        self._session = Session(self._status, view, "stopping after this step")
+        self._session = Session(self._status, view)
         self._interrupt = self._session.interrupt
         self._interrupt.on_second(self._directory.ended_at_once)
         self._evaluation: Evaluation | None = None
@@ -125,7 +125,9 @@ class _TrainingRun:
         components, evaluation, start = await interrupt.run_until_first(self._start())
         started_at = time.time()
         training = Training(components, evaluation, self._directory, status, self._checkpoints, interrupt)
+        interrupt.phase = "stopping after this step"
         await training.run(start)
+        interrupt.phase = "stopping"
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"

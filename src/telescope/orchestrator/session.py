@@ -36,12 +36,11 @@ class Session:
 
     temporary: Path
 
-    def __init__(self, status: RunStatus, view: View | None, stopping: str = "stopping") -> None:
-        """`stopping` is the phase after the first stop signal."""
+    def __init__(self, status: RunStatus, view: View | None) -> None:
         self.status = status
         self.has_view = view is not None
         self._view = view
-        self.interrupt = Interrupt(status, stopping)
+        self.interrupt = Interrupt(status)
         self.supervisor = Supervisor()
         self.stack = AsyncExitStack()
 

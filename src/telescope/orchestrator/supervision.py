@@ -165,10 +165,10 @@ EXIT_CODE = 130  # the exit code that shells expect from a program stopped by Ct
 class Interrupt:
     """Turns stop signals into a stop request. `requested` states whether there was a signal."""
 
-    def __init__(self, status: RunStatus, phase: str = "stopping after this step") -> None:
-        """Sets up the handler. `phase` is shown in the status after the first signal."""
+    def __init__(self, status: RunStatus) -> None:
         self._status = status
-        self._phase = phase
+        self.phase = "stopping"
+        """The status shows it after the first signal."""
         self._count = 0
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._on_first: list[Callable[[], object]] = []
@@ -229,8 +229,8 @@ class Interrupt:
     def _signalled(self, name: str = "SIGINT") -> None:
         self._count += 1
         if self._count == 1:
-            logger.info("%s was received: %s", name, self._phase)
-            self._status.phase = f"{self._phase} (Ctrl-C again: at once)"
+            logger.info("%s was received: %s", name, self.phase)
+            self._status.phase = f"{self.phase} (Ctrl-C again: at once)"
             actions, self._on_first = self._on_first, []
             for action in actions:
                 action()

@@ -166,6 +166,7 @@ def test_the_closing_lines_show_results_and_next_commands(tmp_path):
     results = ("0.220 → 0.530", "+0.310", "500 items, temperature 1", "/somewhere/else/runs/demo/model")
     for word in (*results, f"telescope ui {tmp_path}", "telescope query"):
         assert word in text
+    assert "query" not in closing_lines(Summary(run_dir=str(tmp_path), steps=0)), "there is no step to list"
 
 
 @pytest.mark.parametrize(

@@ -289,9 +289,13 @@ def test_a_run_without_a_checkpoint_is_refused_with_the_command_that_starts_it_a
     replace_json(resuming.run_dir / "run.json", {})
     (resuming.path / META).unlink()
     assert main(["train", "--resume", str(resuming.run_dir)]) == 2
+    assert "with checkpoint_every off" in (error := capsys.readouterr().err)
+    assert f"--run_dir {resuming.run_dir}-2 --checkpoint_every 20`" in error
+    assert main(["train", "--resume", str(resuming.run_dir), "--checkpoint_every", "2"]) == 2
     error = capsys.readouterr().err
     assert f"{resuming.run_dir} has no checkpoint in {resuming.path.parent}: it ended after 0 steps" in error
-    assert f"`telescope train --config {resuming.run_dir}/config.yaml --checkpoint_every 20`" in error
+    command = f"telescope train --config {resuming.run_dir}/config.yaml --run_dir {resuming.run_dir}-2"
+    assert f"`{command}`" in error
     assert "resume_from_checkpoint" not in error
 
 
