@@ -20,7 +20,7 @@ GPUS = re.compile(r"([\d.]+) GPUs?$")
 
 PHASES = {
     "waits": ("timing_waiting_for_data",),
-    "forward": ("timing_forward_rank_mean",),
+    "forward": ("timing_forward_rank_mean", "timing_reference_logprobs_rank_mean"),
     "backward": ("timing_backward_rank_mean",),
     "optimizer": ("timing_optimizer_rank_mean", "timing_gradient_norm_rank_mean"),
     "weight sync": ("timing_weight_sync_trainer_total",),

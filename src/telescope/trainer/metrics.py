@@ -50,6 +50,9 @@ OPERATIONS = (
 STEP_OPERATIONS = ("gradient_norm", "optimizer")
 """Operations that are measured per optimizer step."""
 
+REFERENCE = "reference_logprobs"
+"""The forward pass of `ppo_clip_ref_logprobs: batch`, once before several optimizer steps."""
+
 _SUMS = (
     "tokens", "samples", "policy_loss", "penalty", "entropy", "kl", "age", "advantage_abs",
     "difference", "outside", "on_policy_tokens", "on_policy_difference", "on_policy_outside",
@@ -238,8 +241,8 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
     """Computes `timing_<operation>_total` and `timing_<operation>_microbatch_mean` of one rank, in seconds."""
     totals = dict.fromkeys((*OPERATIONS, *STEP_OPERATIONS), 0.0)
     for span in spans:
-        if span.name in totals:
-            totals[span.name] += span.end - span.start
+        if span.name in totals or span.name == REFERENCE:
+            totals[span.name] = totals.get(span.name, 0.0) + span.end - span.start
     metrics = {f"timing_{operation}_total": seconds for operation, seconds in totals.items()}
     for operation in OPERATIONS:
         metrics[f"timing_{operation}_microbatch_mean"] = totals[operation] / max(num_micro_batches, 1)

@@ -30,7 +30,7 @@ from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens
 from telescope.trainer.first_rollouts import FirstRollouts
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
-from telescope.trainer.metrics import StepMetrics, environment_names, reduce_timing, timing_metrics
+from telescope.trainer.metrics import REFERENCE, StepMetrics, environment_names, reduce_timing, timing_metrics
 from telescope.trainer.model import compute_dtype
 from telescope.trainer.packing import lay_out, untrained_sample, warm_up_row
 from telescope.trainer.router_replay import RouterReplay
@@ -232,7 +232,7 @@ class RLBackend(TrainingBackend):
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
             return [None] * len(minibatches)
         later = minibatches[1:]
-        with timeline.span("reference_logprobs"):
+        with timeline.span(REFERENCE):
             logprobs = iter(self.forward_logprobs([row for batch in later for row in batch.micro_batches]))
         return [None, *([next(logprobs) for _ in batch.micro_batches] for batch in later)]
 

@@ -107,4 +107,6 @@ def test_timing_metrics_add_up_each_operation_and_divide_by_the_micro_batches():
     assert metrics["timing_forward_total"] == 4.0
     assert metrics["timing_forward_microbatch_mean"] == 2.0
     assert metrics["timing_optimizer_total"] == 0.0
+    assert "timing_reference_logprobs_total" not in metrics, "there is no such pass"
+    assert timing_metrics([Span("reference_logprobs", 1.0, 3.5)], 2)["timing_reference_logprobs_total"] == 2.5
     assert {f"timing_{operation}_microbatch_mean" for operation in OPERATIONS} <= metrics.keys()
