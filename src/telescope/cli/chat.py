@@ -66,6 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     target = find_target(arguments.path, arguments.step)
     config = build_config(target, arguments.fields)
+    if (arguments.max_tokens or 0) >= config.max_model_len:
+        raise UserError(
+            f"--max-tokens is {arguments.max_tokens}, and the context of prompt and answer is max_model_len, "
+            f"{config.max_model_len} tokens. Lower --max-tokens, or raise --max_model_len"
+        )
     stops = find_stops(config, target)
     with serving(config, target) as (url, key):
         settings = ChatSettings(

@@ -108,6 +108,7 @@ def test_an_answer_cannot_control_the_terminal(conversation, capsys, monkeypatch
     (["{folder}", "--temperature", "3"], "--temperature: it is 3; set it to a number from 0 to 2"),
     ([], "required: path"),
     (["{folder}/model", "--step", "3"], "model is one model, not a run with checkpoints. Leave --step out"),
+    (["{folder}/model", "--max-tokens", "4096"], "--max-tokens is 4096, and the context of prompt and answer is"),
 ])  # fmt: skip
 def test_bad_input_starts_nothing(tmp_path, capsys, arguments, reason):
     (tmp_path / "model").mkdir()
