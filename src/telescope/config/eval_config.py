@@ -8,7 +8,7 @@ run's own values, so that prompts and sampling are those of the run.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,20 @@ MEASURED = (
 )  # fmt: skip
 """Fields that change results: other values are another measurement."""
 
+SAMPLING = frozenset({"temperature", "top_p", "max_tokens"})
+"""Fields that an entry of `evals` may set for itself."""
+
 PLACEHOLDER_ENVIRONMENT = [{"name": "countdown"}]
 """Required by the schema, which is that of training. Evals do not use it."""
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the user asked for. `fields` are the chosen fields of the training schema."""
+    """What the user asked for. `fields` are chosen fields of the training schema, and `flags` those set by flags."""
 
     command: EvalCommand
     fields: Mapping[str, Any] = field(default_factory=dict)
+    flags: Set[str] = frozenset()
     notes: list[str] = field(default_factory=list)
 
 
@@ -125,7 +129,12 @@ def load_eval_request(
     notes = []
     if "enable_prompt_prefetch" in fields:
         notes.append("enable_prompt_prefetch has no effect: all prompts of an eval are rendered before it starts")
-    return EvalRequest(parsed, fields, notes)
+    return EvalRequest(parsed, fields, flags.keys(), notes)
+
+
+def without_sampling(entries: Sequence[EvalEntry], names: Set[str]) -> list[EvalEntry]:
+    """Returns evals that take the sampling fields in `names` from the request, instead of their own."""
+    return [entry.model_copy(update=dict.fromkeys(SAMPLING & names)) for entry in entries]
 
 
 def build_eval_config(
@@ -154,9 +163,13 @@ def build_eval_config(
     tensor_parallel = values.get("inference_tensor_parallel_size", 1)
     if "inference_num_workers" not in request.fields and isinstance(tensor_parallel, int):
         values["inference_num_workers"] = max(values["inference_num_workers"], tensor_parallel)
+    entries = [entry.model_dump(mode="json") for entry in evals]
+    if request.fields.get("temperature") == 0:  # greedy: the field refuses it, which is that of training
+        del values["temperature"]
+        entries = [entry | ({"temperature": 0.0} if entry["temperature"] is None else {}) for entry in entries]
     values |= {
         "model": str(model.absolute()),
-        "evals": [entry.model_dump(mode="json") for entry in evals],
+        "evals": entries,
         "max_concurrent_prompts_per_server": request.command.max_concurrent_samples_per_server,
         "group_size": 1,
         "weight_transfer": "in_place",
