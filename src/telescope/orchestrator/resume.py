@@ -39,6 +39,9 @@ FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
 
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
+DISTRIBUTION = ("temperature", "top_p")
+"""Fields of the distribution that the engine's logprobs belong to. Finished groups of another one are sampled again."""
+
 NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")  # fields that select the checkpoint to resume
 
 MOST = 8  # number of differences that are listed
@@ -77,6 +80,9 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
         notes.append(f"resume_force: continues although {_listed(fixed, 'was', 'and is')}")
         if any(name == "seed" or name.startswith("environments") for name in fixed):
             state = without_open_prompts(state)
+    if state.groups and (names := [name for name in DISTRIBUTION if name in used]):
+        notes.append(f"{pluralize(len(state.groups), 'finished group')} will be sampled again, with this {names[0]}")
+        state = without_finished_groups(state)
     before = _with_defaults(checkpoint.meta["config"])
     if note := _change_of_rate(checkpoint.step, before, config.values):
         notes.append(note)
@@ -198,9 +204,15 @@ def _change_of_rate(step: int, before: Mapping[str, Any], now: Mapping[str, Any]
 
 def without_open_prompts(state: RunState) -> RunState:
     """Forgets sampled, untrained prompts, because their numbers refer to other prompts in other data."""
+    return replace(without_finished_groups(state), sampler=SamplerPosition(state.sampler.next_draw))
+
+
+def without_finished_groups(state: RunState) -> RunState:
+    """Returns the state with the prompts of finished, untrained groups as unfinished."""
+    ids = {group.group_id for group in state.groups}
     return replace(
         state,
-        sampler=SamplerPosition(state.sampler.next_draw),
+        sampler=SamplerPosition(state.sampler.next_draw, tuple(sorted(ids.union(state.sampler.unfinished)))),
         ledger=state.ledger.reopening(set()),
         groups=[],
     )

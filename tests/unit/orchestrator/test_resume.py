@@ -98,6 +98,14 @@ def test_changed_fields_are_used_and_listed(resuming):
     assert len(changed.state.groups) == 1
 
 
+@pytest.mark.parametrize("changes", [{"temperature": 0.5}, {"top_p": 0.9}])
+def test_groups_of_another_distribution_are_sampled_again(resuming, changes):
+    changed = resuming.find(**changes)
+    assert (changed.state.groups, changed.state.sampler) == ([], SamplerPosition(6, (4, 5)))
+    assert changed.state.ledger.is_balanced() and not changed.state.ledger.open
+    assert f"1 finished group will be sampled again, with this {next(iter(changes))}" in changed.notes
+
+
 async def test_a_resumed_run_that_is_stopped_before_it_trains_has_the_steps_of_its_checkpoint(resuming, monkeypatch):
     async def is_stopped(self: _TrainingRun) -> None:
         raise Interrupted
