@@ -412,7 +412,8 @@ def check_prometheus_address(config: TelescopeConfig) -> None:
         host, _, port = config.prometheus_address.rpartition(":")
         if (problem := listen_problem(host.strip("[]"), int(port))) is not None:
             raise ConfigError(
-                f"prometheus_address: {config.prometheus_address} cannot be used: {problem}. Choose another one"
+                f"prometheus_address is {config.prometheus_address}, where the driver cannot listen: {problem}. "
+                "Choose another one"
             )
 
 
