@@ -214,7 +214,8 @@ def gauges(
 ) -> list[dict[str, Any]]:
     """Returns the smallest, mean and largest readings of gauges in `points` parts of a range. `names` has commas.
 
-    `time` is the time of a part's last reading, so that differences of counters are exact.
+    `time` is the time of a part's last reading, so that differences of counters are exact. Where an attempt ended and a
+    later one follows, a series has a reading of None: it has no value until its first reading in the later attempt.
     """
     store.refresh("gauges")
     wanted = names.split(",")
@@ -228,10 +229,15 @@ def gauges(
     return [
         {**row, "labels": row["labels"] or {}}
         for row in store.rows(
-            f"WITH parts AS (SELECT {key}, labels::VARCHAR AS shown, "
+            f"WITH readings AS (SELECT {key}, attempt, labels::VARCHAR AS shown, "
             "any_value(labels) AS labels, max(time) AS time, min(value) AS low, avg(value) AS mean, max(value) AS high "
             "FROM gauges WHERE list_contains($names, name) AND time BETWEEN $low AND $high "
-            f"GROUP BY {key}, shown, least(floor((time - $low) / $width), $last)) "
+            f"GROUP BY {key}, attempt, shown, least(floor((time - $low) / $width), $last)), "
+            "ends AS (SELECT attempt, max(time) + 0.001 AS time FROM gauges GROUP BY attempt "
+            "QUALIFY attempt < max(attempt) OVER ()), "
+            "parts AS (FROM readings UNION ALL BY NAME "
+            f"SELECT DISTINCT {key}, shown, ends.time FROM readings JOIN ends USING (attempt) "
+            "WHERE ends.time <= $high) "
             f"SELECT {key}, any_value(labels) AS labels, list(time ORDER BY time) AS time, "
             "list(low ORDER BY time) AS min, list(mean ORDER BY time) AS mean, list(high ORDER BY time) AS max "
             f"FROM parts GROUP BY {key}, shown ORDER BY ALL",

@@ -8,6 +8,7 @@ from tests.unit.dashboard.conftest import NUM_STEPS, T0, client_of, sample_rows
 from telescope.record.log_files import LogFiles
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run
 
 
 def test_spans_of_a_range_are_columns_with_their_lanes(client):
@@ -68,6 +69,21 @@ def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):
     (series,) = client.get("/api/runs/below~second/gauges?names=queue_depth&points=2").json()
     assert (series["min"], series["mean"], series["max"]) == ([0, 6], [2.5, 8.5], [5, 11])
     assert series["time"] == [T0 + 50, T0 + 110]
+
+
+def test_a_gauge_has_no_reading_between_two_attempts(tmp_path):
+    for attempt, start in enumerate((0.0, 500.0), 1):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=9)
+            for name, seconds in (("lanes_used", 4.0), ("load_average_1m", 9.0)):
+                for time in (start + 1, start + seconds):
+                    recorder.write("gauges", {"time": time, "name": name, "component": "host", "value": 5.0})
+    with client_of(tmp_path) as client:
+        (series,) = client.get("/api/runs/run/gauges?names=lanes_used").json()
+        (one,) = client.get("/api/runs/run/gauges?names=lanes_used&end=100").json()
+    assert series["mean"] == [5, 5, None, 5, 5]
+    assert series["time"] == pytest.approx([1, 4, 9, 501, 504], abs=0.01)
+    assert one["mean"] == [5, 5, None]
 
 
 def test_logs_are_paged_filtered_and_followed(client):

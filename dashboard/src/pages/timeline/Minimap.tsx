@@ -35,11 +35,11 @@ export function Minimap({ from, to, view, used, waits, setView, label }: Minimap
     if (used) {
       const most = Math.max(1, ...used.max.map((value) => value ?? 0));
       context.fillStyle = color("--dc");
-      context.beginPath();
-      context.moveTo(X(used.time[0] ?? from), 28);
-      used.time.forEach((time, i) => context.lineTo(X(time), 28 - (20 * (used.mean[i] ?? 0)) / most));
-      context.lineTo(X(used.time.at(-1) ?? from), 28);
-      context.fill();
+      used.time.forEach((time, i) => {
+        const [left, right] = [Math.floor(X(time)), Math.floor(X(used.time[i + 1] ?? to))];
+        const height = (20 * (used.mean[i] ?? 0)) / most;
+        context.fillRect(left, 28 - height, right - left, height);
+      });
     }
     context.fillStyle = color("--sync");
     for (const wait of waits) context.fillRect(X(wait.from), 31, Math.max(1, X(wait.to) - X(wait.from)), 7);

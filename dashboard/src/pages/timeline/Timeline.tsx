@@ -203,8 +203,10 @@ export function Timeline() {
   if (steps && !bounds) return <Waiting title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page updates by itself." />;
   if (!view || !bounds) return <Reading what="the spans" />;
 
+  // A resumed run that starts has nothing to show yet: all that was recorded is from its earlier attempts.
+  const now = live && bounds.to >= (info?.attempts.at(-1)?.started_at ?? 0) ? bounds.to : null;
   const scene: Scene = {
-    lanes, layout, view, origin, now: live ? bounds.to : null, end: bounds.to, hidden, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
+    lanes, layout, view, origin, now, end: bounds.to, hidden, batches, ready: scored, alerts, outages: down, gauges, path: params.path === "0" ? [] : path, group, sample,
   };
   const first = steps ? stepInView(steps, { from: view.from, to: view.from }) : null;
   const last = steps ? stepInView(steps, { from: view.to, to: view.to }) : null;

@@ -62,25 +62,26 @@ function drawGauges(brush: Brush, scene: Scene): void {
   }
 }
 
-/** Draws each reading until the next one. A sloped line would show values that were not measured. */
-function plotLine({ context, X, right, plot }: Brush, scene: Scene, series: Readings, Y: (value: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
-  const points = series.time.flatMap((time, i): [number, number][] => (series.mean[i] == null ? [] : [[X(time), Y(series.mean[i]!)]]));
+/** Draws each reading until the next one, or until the end of its attempt. A sloped line would show values that were not measured. */
+export function plotLine({ context, X, right, plot }: Brush, scene: Scene, series: Readings, Y: (value: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
   const held = Math.min(right, X(scene.end));
-  const shown = points.filter(([px], i) => (points[i + 1]?.[0] ?? held) >= LABEL_WIDTH && px <= held);
-  if (shown.length === 0) return;
-  const until = (i: number) => shown[i + 1]?.[0] ?? Math.max(held, shown[i]![0]);
+  const shown = series.time.flatMap((time, i) => {
+    const [value, from] = [series.mean[i], X(time)];
+    const to = i + 1 < series.time.length ? X(series.time[i + 1]!) : Math.max(held, from);
+    return value == null || to < LABEL_WIDTH || from > held ? [] : [{ from, to, y: Y(value) }];
+  });
   context.save();
   context.beginPath();
   context.rect(LABEL_WIDTH, 0, plot, scene.layout.height);
   context.clip();
   for (const area of [true, false]) {
     context.beginPath();
-    if (area) context.moveTo(shown[0]![0], bottom);
-    shown.forEach(([px, py], i) => {
-      context.lineTo(px, py);
-      context.lineTo(until(i), py);
+    shown.forEach(({ from, to, y }, i) => {
+      if (shown[i - 1]?.to !== from) context.moveTo(from, area ? bottom : y);
+      context.lineTo(from, y);
+      context.lineTo(to, y);
+      if (area && shown[i + 1]?.from !== to) context.lineTo(to, bottom);
     });
-    if (area) context.lineTo(until(shown.length - 1), bottom);
     context.globalAlpha = area ? alpha : 1;
     context.fillStyle = fill;
     context.strokeStyle = stroke;

@@ -37,7 +37,7 @@ export interface Scene {
   layout: Layout;
   view: View;
   origin: number;
-  /** The newest time of a live run; null when it has ended. */
+  /** The newest time of a live run; null when it has ended, or its attempt has recorded nothing yet. */
   now: number | null;
   /** The newest time of the run. Gauges are drawn with their last reading until then. */
   end: number;
