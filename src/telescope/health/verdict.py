@@ -156,6 +156,8 @@ REPEATED_KINDS = RULE_KINDS | {"disk"}  # kinds that `watch` reports again while
 DISK_SECONDS = 1.1 * DISK_SILENT_SECONDS  # without another report, after which the disk has space again
 STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: number of later steps that resolve it
 
+KINDS_AT_START = frozenset({"config", "environment"})  # what informs about them is reported by each attempt
+
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
 
@@ -165,6 +167,8 @@ def alerts(
 ) -> list[dict[str, Any]]:
     """Returns recorded alerts, newest first like `rows`. Repeated reports of one problem are merged into one alert.
 
+    If attempts inform about the same, the start or the same eval, only the newest attempt is listed.
+
     `ended` are the end times of the steps, in Unix seconds. `first_step` and `first_time` belong to the first report,
     `count` is the number of reports. An alert is resolved if its rule finds nothing now, a step has ended since the
     stall, `rules.WINDOW` steps followed the log line, a nearly full disk is no longer reported every hour, the server
@@ -173,12 +177,16 @@ def alerts(
     now = {finding.kind for finding in found}
     works: set[str] = set()
     newer: dict[tuple[str, int], dict[str, Any]] = {}
+    newest: dict[str, int] = {}
     shown = []
     for row in rows:
         message, kind, attempt = row["message"] or "", row["kind"], row["attempt"] or 0
         about = _SERVER.match(message) or _EVAL.match(message)
         if about and row["level"] == "info":
             works.add(about[1])
+        subject = kind if kind in KINDS_AT_START else message.partition(":")[0] if kind == "eval" else None
+        if subject and row["level"] == "info" and attempt < newest.setdefault(subject, attempt):
+            continue
         same = newer.get((kind, attempt))
         if same and _lasted(row, same):
             same |= {"first_step": row["step"], "first_time": row["time"], "count": same["count"] + 1}

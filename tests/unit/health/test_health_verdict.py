@@ -149,6 +149,26 @@ def test_a_problem_that_was_reported_again_is_one_alert() -> None:
     assert (lasting["resolved"], before["resolved"]) == (False, True)
 
 
+def test_what_each_attempt_of_a_run_reports_is_listed_once() -> None:
+    checkpoint, accuracy = "A checkpoint takes 13 MiB of the {} GiB that are free.", "math at version 4: accuracy {}"
+    rows = [
+        row("eval", accuracy.format(0.6), level="info"),
+        row("server", "server 0 is back with the current weights", level="info"),
+        row("config", checkpoint.format(57), level="info"),
+        row("environment", "What ends an answer: <eos>", level="info"),
+        row("config", "clip_low does not bind.", level="info"),
+        row("server", "server 0 is back with the current weights", level="info", attempt=1),
+        row("environment", "the prompt of item 3 is too long", attempt=1),
+        row("eval", accuracy.format(0.5), level="info", attempt=1),
+        row("eval", "math at version 2: accuracy 0.4", level="info", attempt=1),
+        row("config", checkpoint.format(58), level="info", attempt=1),
+        row("environment", "What ends an answer: <eos>", level="info", attempt=1),
+    ]
+    listed = [alert["title"] for alert in verdict.alerts(rows, 2, [])]
+    assert listed == [row["message"].rstrip(".") for row in (*rows[:7], rows[8])]
+    assert len(verdict.alerts(rows[5:], 2, [])) == 6  # before the second attempt has reported anything
+
+
 @pytest.mark.parametrize(("kind", "ends_of_steps", "resolved"), [
     ("stalled", [[], [99.0], [101.0]], [False, False, True]),  # by the next step
     ("log", [[90.0 + step for step in range(count)] for count in (5, 20, 21)], [False, False, True]),  # after ten
