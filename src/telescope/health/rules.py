@@ -341,7 +341,7 @@ def waiting(history: History) -> Finding | None:
         return None
     found = Finding(
         "waiting", "needs more servers", f"The trainer waits {100 * waits:.0f} % of the time for answers.",
-        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.", tuple(WAIT.split(" / ")),
+        "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.", tuple(WAIT.split(" / ")),
     )  # fmt: skip
     share = history.mean(NO_SIGNAL) or 0.0
     if share < 40:
@@ -357,7 +357,7 @@ def idle(history: History) -> Finding | None:
         return None
     return Finding(
         "idle", "trainer too slow", f"The inference servers have no request {100 * idles:.0f} % of the time.",
-        "Raise max_async_rollout, or move GPUs from inference to the trainer.", tuple(IDLE.split(" / ")),
+        "Raise max_async_rollout or trainer_num_workers, or lower inference_num_workers.", tuple(IDLE.split(" / ")),
     )  # fmt: skip
 
 

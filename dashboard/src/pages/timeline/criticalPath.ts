@@ -334,7 +334,7 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
       case "other":
         return null;
       default:
-        return "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.";
+        return "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.";
     }
   };
   return causes.slice(0, 2).flatMap((cause) => textOf(cause) ?? []);

@@ -2,8 +2,11 @@ import { expect, test } from "vitest";
 import type { Alert, InFlight } from "../../types";
 import { alertMarks, outages } from "./alerts";
 import { advice, criticalPath, type CriticalPath, meanPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
+import type { Brush } from "./brush";
+import { plotLine } from "./draw";
 import { boxesWithin, pixelBoxes } from "./pixels";
 import { nextRequest, spanAt } from "./layout";
+import type { Scene } from "./scene";
 import { KINDS, buildLanes, kindOf, OUTCOMES, type SpanColumns, type Track, withRunning } from "./spans";
 import { sandboxRows } from "./StepPanel";
 import { traceEvents } from "./trace";
@@ -166,7 +169,7 @@ test("a wait for all answers gets the advice of the overview, and a short wait n
     { sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 },
     { sample_id: "6-0", group_id: 6, finished_at: 5.9, server: 0, lane: 1 },
   ];
-  expect(advice([criticalPath(4, 1, 10, spans(REQUEST), samples)], ALONE)).toEqual(["Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs."]);
+  expect(advice([criticalPath(4, 1, 10, spans(REQUEST), samples)], ALONE)).toEqual(["Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers."]);
   expect(advice([criticalPath(4, 5.95, 10, spans(REQUEST), samples)], ALONE)).toEqual([]);
 });
 
@@ -180,7 +183,7 @@ function stepOf(rows: Row[], end = 10): CriticalPath {
 test.each([
   ["a dead engine", REQUEST, { outages: [{ server: 1, from: 0, to: 20 }], evals: [] }, "while engine 1 was down.", "Engine 1 was down for 20 s"],
   ["an eval on its engines", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [0] }] }, "while an eval ran", "raise eval_every"],
-  ["not an eval elsewhere", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [2] }] }, "to be generated.", "Add inference servers"],
+  ["not an eval elsewhere", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [2] }] }, "to be generated.", "Raise inference_num_workers"],
   ["a weight sync", [...REQUEST, ["weights", "weight_sync", { server: 1, start: 9, end: 20 }]] as Row[], ALONE, "for weight syncs.", "weight_broadcast_bucket_mb"],
   ["a checkpoint", [...REQUEST, ["trainer", "checkpoint", { rank: 0, step: 4, start: 9, end: 20 }]] as Row[], ALONE, "for a checkpoint.", "raise checkpoint_every"],
   ["a stopped rank", [...REQUEST, ["trainer", "step", { rank: 1, step: 4, start: 18, end: 19.5 }]] as Row[], ALONE, "for its last rank to begin.", "Rank 1 began late"],
@@ -203,7 +206,7 @@ test("waits of several causes are one wait for answers", () => {
   const scored = REQUEST.map(([component, name, rest]): Row => [component, name, name === "decode" ? { ...rest, end: 3 } : name === "reward" ? { ...rest, start: 3 } : rest]);
   const paths = [stepOf(REQUEST, 16), stepOf(scored, 16), stepOf(REQUEST, 16), stepOf(scored, 18)];
   expect(verdict(paths, ALONE)).toBe("The mean step waited 5.5 s of 16 s for answers, 2.8 s of it for its answers to be generated.");
-  expect(advice(paths, ALONE)).toEqual(["Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.", "Make the reward faster, or raise max_async_rollout."]);
+  expect(advice(paths, ALONE)).toEqual(["Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.", "Make the reward faster, or raise max_async_rollout."]);
 });
 
 test("requests that run lie in their slots, also where nothing has ended", () => {
@@ -273,5 +276,17 @@ test("the panel has the calls of each sandbox, and how they failed", () => {
   expect(sandboxRows([span("create", null, 1, "SandboxBusyError"), span("queue", "a", 0.5), span("exec", "a", 0.25), span("exec", "a", 2, "SandboxCommandTimeoutError")])).toEqual([
     ["not created", [["create", "1.000 s, Busy"]]],
     ["a", [["queue", "0.500 s"], ["exec, 2 calls", "2.250 s, CommandTimeout"]]],
+  ]);
+});
+
+test("the line of a gauge has a gap where one attempt ended and the next had no reading yet", () => {
+  const path: string[] = [];
+  const note = (name: string) => (...at: number[]) => path.push([name, ...at].join(" "));
+  const context = { save() {}, restore() {}, beginPath() {}, rect() {}, clip() {}, fill: note("fill"), stroke: note("stroke"), moveTo: note("move"), lineTo: note("line") };
+  const brush = { context, X: (time: number) => 200 + time, right: 400, plot: 200 } as unknown as Brush;
+  const scene = { end: 60, layout: { height: 100 } } as Scene;
+  plotLine(brush, scene, { time: [0, 10, 20, 50], mean: [1, 2, null, 3] }, (value) => 10 * value, 0, "", "", 1);
+  expect(path.slice(path.indexOf("fill") + 1)).toEqual([
+    "move 200 10", "line 200 10", "line 210 10", "line 210 20", "line 220 20", "move 250 30", "line 250 30", "line 260 30", "stroke",
   ]);
 });
