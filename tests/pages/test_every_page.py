@@ -8,12 +8,14 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from tests.pages.page_visit import PLACES, DashboardThread, Visit, visit
-from tests.unit.dashboard.conftest import write_run
+from tests.unit.dashboard.conftest import T0, write_run
 
 from telescope.cli.ui import export
+from telescope.record.recorder import Recorder
 
 AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 PHONE = {"width": 390, "height": 844}
+LAPTOP = {"width": 1440, "height": 900}
 
 
 def findings(page: Page) -> list[str]:
@@ -127,3 +129,36 @@ def test_a_long_name_of_a_run_widens_no_page(browser: Browser, tmp_path: Path):
             widths = frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")
             assert max(widths) <= PHONE["width"], place
         assert opened.problems == []
+
+
+HEIGHTS = "() => [...document.querySelectorAll('.chart .p')].map((one) => one.offsetHeight)"
+
+CUT_UNITS = """
+() => [...document.querySelectorAll(".chart .u")]
+  .filter((one) => one.scrollWidth > one.clientWidth)
+  .map((one) => one.closest(".t").innerText)
+"""
+
+
+@pytest.mark.parametrize("place", ["overview", "metrics", "infra", "evals"])
+def test_units_of_charts_are_whole_on_a_laptop(browser: Browser, dashboard: DashboardThread, place: str):
+    with visit(browser, dashboard.address, viewport=LAPTOP) as opened:
+        page = opened.open(f"first/{place}")
+        assert page.evaluate(CUT_UNITS) == []
+        heights = page.evaluate(HEIGHTS)
+        page.locator(".chart .p").first.hover()  # all charts show their values there, which are longer
+        assert opened.settle().evaluate(HEIGHTS) == heights
+
+
+def test_the_list_of_all_evals_fits_its_pane(browser: Browser, tmp_path: Path):
+    write_run(tmp_path / "run", "grpo")
+    shown = {"name": "math", "status": "finished", "accuracy": 0.512, "accuracy_low": 0.3, "accuracy_high": 0.7}
+    with Recorder(tmp_path / "run", attempt=1) as recorder:
+        for version, source in ((500, "live"), (500, "standalone"), (1500, "standalone")):
+            times = {"started_at": T0, "ended_at": T0 + 754.0}
+            row = {"eval_id": f"{source}-{version}", "step": version - 1, "version": version, "source": source}
+            recorder.write("evals", {**row, **shown, **times, "num_items": 500, "num_completions": 4})
+    with DashboardThread(tmp_path) as server, visit(browser, server.address, viewport=LAPTOP) as opened:
+        pane = opened.open("run/evals").locator(".evals .first")
+        expect(pane.get_by_role("row", name="500 later").first).to_be_visible()
+        assert pane.evaluate("(pane) => pane.scrollWidth <= pane.clientWidth")

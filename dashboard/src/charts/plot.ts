@@ -346,7 +346,8 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn, scale: number): 
   for (const label of labels) {
     const wide = context.measureText(label.text).width;
     const over = label.x + wide - ((plot.width * ratio) / scale - 2);
-    write(context, label.text, over > 0 ? label.x - 12 * ratio : label.x, label.y + (over > 0 ? -6 : 4) * ratio, label.color, over > 0 ? "right" : "left", ratio);
+    const y = Math.max(label.y + (over > 0 ? -6 : 4) * ratio, LABEL_HEIGHT * ratio);
+    write(context, label.text, over > 0 ? label.x - 12 * ratio : label.x, y, label.color, over > 0 ? "right" : "left", ratio);
   }
   context.restore();
 }

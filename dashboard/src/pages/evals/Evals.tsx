@@ -195,8 +195,7 @@ function Slices({ items }: { items: Item[] }) {
 }
 
 const EVERY: Column<EvalRow>[] = [
-  { head: "steps", cell: (row) => count(row.version) },
-  { head: "made", cell: (row) => <span className="d">{row.source === "live" ? "in training" : "later"}</span> },
+  { head: "steps", cell: (row) => <>{count(row.version)}{row.source !== "live" && <span className="d"> later</span>}</> },
   { head: "accuracy", className: "r", cell: (row) => (row.status === "finished" ? percent(row.accuracy) : <span className={row.status === "failed" ? "w" : "d"}>{row.status}</span>) },
   { head: "± points", className: "r", cell: (row) => row.status === "finished" && <span className="d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : number(50 * (row.accuracy_high - row.accuracy_low), 1)}</span> },
   { head: "took", className: "r", cell: (row) => <span className="d">{row.ended_at === null || row.started_at === null ? NONE : duration(row.ended_at - row.started_at)}</span> },
@@ -204,11 +203,10 @@ const EVERY: Column<EvalRow>[] = [
 
 function EveryEval({ rows }: { rows: EvalRow[] }) {
   const sorted = [...rows].sort((a, b) => a.version - b.version || (a.started_at ?? 0) - (b.started_at ?? 0));
-  const mixed = new Set(rows.map((row) => row.source)).size > 1;
   return (
     <section className="sec">
       <h2>Every eval</h2>
-      <Table className={mixed ? "mixed" : ""} rows={sorted} columns={mixed ? EVERY : EVERY.filter(({ head }) => head !== "made")} keyOf={(row) => `${row.attempt}/${row.eval_id}`} row={(row) => ({ title: visible(row.error ?? row.eval_id) })} />
+      <Table rows={sorted} columns={EVERY} keyOf={(row) => `${row.attempt}/${row.eval_id}`} row={(row) => ({ title: visible(row.error ?? row.eval_id) })} />
     </section>
   );
 }
