@@ -74,6 +74,13 @@ def test_enter_opens_the_first_hit_of_a_search_at_its_match(visitor: Visit):
     expect(page.get_by_label("Steps and groups")).to_contain_text("“no text has these words”")
 
 
+def test_a_filter_that_no_answer_passes_leaves_no_answer_shown(visitor: Visit):
+    page = visitor.open("first/rollouts", {"list": "answers"})
+    expect(conversation(page)).to_be_visible()
+    page.get_by_label("Search all answers and prompts").fill("no text has these words")
+    expect(conversation(page)).to_have_count(0)
+
+
 def test_squares_by_another_number_are_in_the_address_with_the_ends_of_their_scale(visitor: Visit, runs: Path):
     page = visitor.open("first/rollouts", {"step": 5})
     page.get_by_label("squares by").select_option("length")

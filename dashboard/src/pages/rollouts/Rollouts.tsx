@@ -124,7 +124,8 @@ export function Rollouts() {
   const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : groups.loading && step !== null ? null : (info?.info.attempt ?? 1));
   const detail = useResource<Sample>(selected && attempt !== null ? runPath(run, "samples", attempt, selected) : null);
   const kept = useKept(detail.data);
-  const shownDetail = detail.data ?? (detail.loading ? kept : undefined);
+  const isEmpty = list === "answers" && page.data?.total === 0;
+  const shownDetail = detail.data ?? (detail.loading && !isEmpty ? kept : undefined);
   // In the list of all steps, the group of the shown answer comes from its own step.
   const ownStep = list === "answers" && shownDetail && shownDetail.group_id >= 0 && shownDetail.step !== step ? shownDetail.step : null;
   const own = useResource<Group[]>(ownStep === null ? null : runPath(run, "groups"), { step: ownStep });
