@@ -22,6 +22,7 @@ test("plain values, lists of them and what is empty stay one row", () => {
 test("differences name the values inside of a setting that differ", () => {
   const other = [{ ...environments[0]!, kwargs: { max_number: 20 } }];
   expect(comparedRows("environments", [environments.slice(0, 1), other])).toEqual([["environments.0.kwargs.max_number", [10, 20]]]);
+  expect(comparedRows("evals", [[], [{ name: "math" }]])).toEqual([["evals.0.name", [undefined, "math"]]]);
   expect(comparedRows("lr", [1, 2])).toEqual([["lr", [1, 2]]]);
   expect(comparedRows("environments", [environments, environments], true).length).toBe(5);
 });

@@ -3,9 +3,10 @@
 /** Returns the settings inside a value by name, without fields that are not set. */
 export function settingRows(name: string, value: unknown): [name: string, value: unknown][] {
   const isList = Array.isArray(value);
+  if (isList && value.length === 0) return [[name, null]];
   if (value === null || typeof value !== "object" || (isList && !value.some((one) => one !== null && typeof one === "object"))) return [[name, value]];
   const inside = Object.entries(value).flatMap(([key, one]) => settingRows(`${name}.${key}`, one));
-  const set = inside.filter(([, one]) => one !== null && one !== undefined && !(Array.isArray(one) && one.length === 0));
+  const set = inside.filter(([, one]) => one !== null && one !== undefined);
   return set.length ? set : [[name, null]];
 }
 
