@@ -68,7 +68,7 @@ def choose_runs(wanted: list[str], root: Path | None) -> list[Run]:
         return [Run(user_path(name)) for name in dict.fromkeys(wanted)]
     runs, where = runs_in(root), ", ".join(map(str, folders_of_runs(root)))
     if not runs:
-        named = f"{_why_no_run(wanted[0])} " if wanted else ""
+        named = f"{_why_no_run(wanted[0])} " if wanted and wanted[0] != LATEST else ""
         raise UserError(f"{named}No runs in {where!r}. Set --root to the folder of the runs, or name that of one run.")
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 

@@ -147,6 +147,8 @@ def test_latest_names_the_run_that_it_is(ask, root):
 def test_a_name_is_in_the_message_where_no_runs_are(tmp_path, capsys):
     assert main(["query", "SELECT 1", "--run", "data/a.jsonl", "--root", str(tmp_path)]) == 2
     assert "The folder 'data/a.jsonl' does not exist. No runs in" in capsys.readouterr().err
+    assert main(["tui", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("telescope: No runs in")
 
 
 @pytest.mark.parametrize("command", [("query", "SELECT DISTINCT run FROM steps"), ("runs",)])
