@@ -30,3 +30,10 @@ test("groups with a small equal reward are not called right", () => {
   const { lines } = standardCharts([{ ...run, steps: { ...run.steps, metrics } }], { config: {}, environments } as unknown as RunInfo, undefined).get("signal")!;
   expect(lines.map((line) => line.label)).toEqual(["all above 0"]);
 });
+
+test("what rounding leaves of the shares is no part of the stack", () => {
+  const shares = { "": 31.0346, _all_zero: 17.2414, _all_positive: 13.7931 };
+  const metrics = Object.fromEntries(Object.entries(shares).map(([name, share]) => [`discarded/zero_advantage${name}/pct`, step.map(() => share)]));
+  const { lines } = standardCharts([{ ...run, steps: { ...run.steps, metrics } }], { config: {}, environments } as unknown as RunInfo, undefined).get("signal")!;
+  expect(lines.map((line) => line.label)).toEqual(["all 0", "all above 0"]);
+});

@@ -14,6 +14,9 @@ export const keepOf = (steps: StepColumns): number => smoothingFor(steps.step.le
 
 const has = (run: DrawnRun, metric: string): boolean => run.steps.metrics[metric]?.some((value) => value !== null) ?? false;
 
+/** An exported file has 6 digits of each share, in percent: what is left of three of them may be this much above 0. */
+const ROUNDING = 1e-3;
+
 /** Returns the standard charts of runs by their ids. */
 export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | undefined): Map<string, ChartProps> {
   const first = runs[0]!;
@@ -62,7 +65,7 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
       ["all above 0", "--pos", positive],
       ["all equal", "--q", same],
     ];
-    const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
+    const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > ROUNDING));
     const edges = stack(used.map(([, , values]) => values));
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, measured: used[i]![2], x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
