@@ -35,12 +35,11 @@ class _Scripted:
         return first
 
     async def respond(self, turn: Turn) -> Advance:
-        ids, for_eval = turn.generation.token_ids_N, self._rollout.settings.for_eval
         name: tuple[Any, ...] = (self._name,)
         respond = self._environments.respond if self.has_state else self._environments.advance
         if not self.has_state:
             name = self._task.environment_key, self._task.item_index
-        reply: Advance = await respond(*name, ids, turn.generation.finish_reason, for_eval=for_eval)
+        reply: Advance = await respond(*name, turn, for_eval=self._rollout.settings.for_eval)
         return reply
 
     async def end(self) -> None:

@@ -104,15 +104,12 @@ class Advance:
     With a `reward` the rollout ends, and `end_reason` is the environment's reason. Otherwise `append_token_ids` follow
     the completion in the next turn's prompt, and `messages` are the environment's messages after the completion. With
     `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
-    join differs from the chat template (`rollout.rendering`). `completion_text` is the scored text. `tool_calls` are
-    the calls of the completion, as `ToolCall.record` returns them.
+    join differs from the chat template (`rollout.rendering`).
     """
 
     append_token_ids: list[int]
-    completion_text: str
-    reward: RewardRecord | None
+    reward: RewardRecord | None = None
     messages: list[ChatMessage] = field(default_factory=list)
     restarts: bool = False
     divergence: str | None = None
     end_reason: str | None = None
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)

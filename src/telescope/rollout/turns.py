@@ -46,7 +46,7 @@ class Conversation(Protocol):
     async def respond(self, turn: Turn) -> Advance:
         """Passes a completion to the environment. Returns its replies, or the score.
 
-        Sets the turn's text first, so that it is recorded even if the environment fails.
+        Sets the turn's text and tool calls, which are recorded even if the environment fails.
         """
 
     async def end(self) -> None:
@@ -78,7 +78,6 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
             )  # fmt: skip
             turn = trajectory.turns[index]
             reply = await _reply(rollout, conversation, turn)
-            turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.reward is not None:
                 trajectory.end_reason = reply.end_reason
                 return reply.reward
@@ -134,7 +133,7 @@ class SingleTurn:
         sample = environment.get_sample(self._rollout.task.item_index)
         scored = getattr(environment, method)(completion, sample, eos_token=environment.eos_token)
         score = serialize_score((yield from settled(scored)), self._rollout.settings.for_eval)
-        return Advance([], text, RewardRecord(**score))
+        return Advance([], RewardRecord(**score))
 
 
 class MultiTurn:
@@ -196,6 +195,8 @@ class MultiTurn:
         except Exception as error:
             self._state.error, self._state.stop_reason = error_text(error), ROLLOUT_ERROR
             raise
+        finally:
+            turn.tool_calls = serialize_tool_records(self._state.tool_records)
 
     def _turn(self, state: RolloutState, turn: Turn) -> Steps[Advance]:
         dialogue, generation = self._dialogue, turn.generation
@@ -208,27 +209,25 @@ class MultiTurn:
         state.tool_records = []
         reply = yield from take_turn(self._environment, state)
         if reply.done:
-            return (yield from self._score(state, text, reply.reason))
+            return (yield from self._score(state, reply.reason))
         self._prompt = reply.conversation
         extension = dialogue.extend(text, ids, self._prompt, ended=ended)
         before = [] if extension.restarts else [*self._prompt_ids, *ids]
         self._prompt_ids = [*before, *extension.token_ids]
         if len(self._prompt_ids) >= self._rollout.settings.sampling.max_context:
-            return (yield from self._score(state, text, CONTEXT_EXHAUSTED))
+            return (yield from self._score(state, CONTEXT_EXHAUSTED))
         return Advance(
-            extension.token_ids, text, None, messages=reply.added, restarts=extension.restarts,
-            divergence=extension.divergence, tool_calls=serialize_tool_records(state.tool_records),
-        )  # fmt: skip
+            extension.token_ids, messages=reply.added, restarts=extension.restarts, divergence=extension.divergence
+        )
 
-    def _score(self, state: RolloutState, text: str, reason: str | None) -> Steps[Advance]:
+    def _score(self, state: RolloutState, reason: str | None) -> Steps[Advance]:
         owner, for_eval = self._owner, self._rollout.settings.for_eval
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
         method = owner.compute_reward
         if for_eval:
             method = getattr(owner, "compute_rollout_metrics", None) or owner.compute_eval_metrics
         score = serialize_score((yield from settled(method(state, eos_token=owner.eos_token))), for_eval)
-        calls = serialize_tool_records(state.tool_records)
-        return Advance([], text, RewardRecord(**score), end_reason=state.stop_reason, tool_calls=calls)
+        return Advance([], RewardRecord(**score), end_reason=state.stop_reason)
 
     def _end(self) -> Steps[None]:
         if self._state is not None:

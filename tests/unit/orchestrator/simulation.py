@@ -35,7 +35,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.exchange import Orders, Report, WorkerLost
 from telescope.rollout.sample import Rollout, RolloutSettings
-from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.worker import RolloutWorker
 from telescope.trainer.batch import StepInput, StepResult
 
@@ -136,15 +136,14 @@ class SimulatedEnvironment(ScriptedTurns):
         await asyncio.sleep(self.pace.delay)
         return PreparedPrompt([index + 1], f"item {index}", [], f"uid {index}")
 
-    async def advance(
-        self, key: str, index: int, token_ids: np.ndarray, stop_reason: str, *, for_eval: bool = False
-    ) -> Advance:
+    async def advance(self, key: str, index: int, turn: Turn, *, for_eval: bool = False) -> Advance:
+        turn.text = "text"
         self.advanced.append((key, index, for_eval))
         await asyncio.sleep(self.rng.uniform(*self.pace.score))
         if self.rng.random() < self.pace.environment_failures:
             raise EnvironmentFailure("the environment failed")
-        correct = self.correct(index, token_ids)
-        return Advance([], "text", RewardRecord(correct, {"correct": correct}, {}, [], {}))
+        correct = self.correct(index, turn.generation.token_ids_N)
+        return Advance([], RewardRecord(correct, {"correct": correct}, {}, [], {}))
 
     def correct(self, index: int, token_ids: np.ndarray) -> float:
         return float(token_ids[0] % 2)
@@ -155,12 +154,12 @@ class SimulatedEnvironment(ScriptedTurns):
         self.items[rollout] = index
         return [index + 1]
 
-    async def respond(self, rollout: str, token_ids: np.ndarray, stop_reason: str, **options: bool) -> Advance:
+    async def respond(self, rollout: str, turn: Turn, **options: bool) -> Advance:
         if self.rng.random() < self.pace.lost_conversations:
             raise InfrastructureError("the process of the rollout ended")
-        advanced = await self.advance("", self.items[rollout], token_ids, stop_reason, **options)
+        advanced = await self.advance("", self.items[rollout], turn, **options)
         if self.rng.randint(*self.pace.turns) > 1:
-            return Advance([1], "turn", None, restarts=self.rng.random() < 0.2)
+            return Advance([1], restarts=self.rng.random() < 0.2)
         return advanced
 
     def end(self, rollout: str) -> None:

@@ -24,6 +24,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings, request_seed
+from telescope.rollout.trajectory import Turn
 from telescope.rollout.worker import RolloutWorker
 
 
@@ -193,12 +194,12 @@ class TwoTurns(SimulatedEnvironment):
         self.answers[rollout] = 0
         return [index + 1]
 
-    async def respond(self, rollout: str, token_ids: Any, *arguments: Any, for_eval: bool, **options: Any) -> Advance:
+    async def respond(self, rollout: str, turn: Turn, *, for_eval: bool = False) -> Advance:
         assert for_eval
         self.answers[rollout] += 1
         if self.answers[rollout] == 1:
-            return Advance([9], "first", None)
-        return Advance([], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+            return Advance([9])
+        return Advance([], RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
 
     def end(self, rollout: str) -> None:
         assert self.answers[rollout] == 2
@@ -261,7 +262,7 @@ class Graded(SimulatedEnvironment):
         self.grade = grade
 
     async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
-        return Advance([], "text", RewardRecord(None, {"correct": self.grade(index)}, {}, [], {}))
+        return Advance([], RewardRecord(None, {"correct": self.grade(index)}, {}, [], {}))
 
 
 def fail_below(first: int, message: str = "broken") -> Callable[[int], float]:

@@ -14,7 +14,7 @@ from telescope.errors import ConfigError, RunError
 from telescope.orchestrator.filters import SampleFilters, check_reward_ranges
 from telescope.orchestrator.groups import form_batch
 from telescope.orchestrator.record_rows import sample_row
-from telescope.rollout.trajectory import Trajectory, compression_ratio
+from telescope.rollout.trajectory import Trajectory, Turn, compression_ratio
 
 
 def filters(vocab_size: int = 1000, **fields: object) -> SampleFilters:
@@ -121,10 +121,10 @@ async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
     run = InMemoryRun(config_of(group_size=4, filter_repetition=True))
     advance = run.environment.advance
 
-    async def sometimes_in_a_loop(key: str, index: int, token_ids: list[int], *arguments: object, **options: object):
-        advanced = await advance(key, index, token_ids, *arguments, **options)
-        if token_ids[0] % 5 == 0:
-            return replace(advanced, completion_text="again and " * 500)
+    async def sometimes_in_a_loop(key: str, index: int, turn: Turn, **options: bool):
+        advanced = await advance(key, index, turn, **options)
+        if turn.generation.token_ids_N[0] % 5 == 0:
+            turn.text = "again and " * 500
         return advanced
 
     run.environment.advance = sometimes_in_a_loop
@@ -142,8 +142,9 @@ async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
 async def test_a_run_whose_samples_are_all_filtered_ends_with_the_reason() -> None:
     run = InMemoryRun(config_of(filter_repetition=True))
 
-    async def loop(*arguments: object, **options: object):
-        return Advance([], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
+    async def loop(key: str, index: int, turn: Turn, **options: bool):
+        turn.text = "again and " * 500
+        return Advance([], RewardRecord(1.0, {}, {}, [], {}))
 
     run.environment.advance = loop
     with pytest.raises(RunError, match="a filter removed it"):

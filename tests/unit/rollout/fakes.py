@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.request_slots import Lease, RequestSlotPool
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
-from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.trajectory import Trajectory, Turn
 
 
 def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:
@@ -106,16 +106,16 @@ class FakeEnvironments(ScriptedTurns):
     def __post_init__(self) -> None:
         self._advances: Iterator[Any] = iter(self.advances)
 
-    async def advance(
-        self, key: str, index: int, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool = False
-    ) -> Advance:
-        self.calls.append((key, index, [int(token) for token in token_ids], stop_reason, for_eval))
+    async def advance(self, key: str, index: int, turn: Turn, *, for_eval: bool = False) -> Advance:
+        turn.text = "text"
+        answer = turn.generation
+        self.calls.append((key, index, answer.token_ids_N.tolist(), answer.finish_reason, for_eval))
         if self.on_call is not None:
             await self.on_call()
-        answer = next(self._advances, None)
-        if isinstance(answer, BaseException):
-            raise answer
-        return Advance([], "text", reward()) if answer is None else answer
+        advance = next(self._advances, None)
+        if isinstance(advance, BaseException):
+            raise advance
+        return Advance([], reward()) if advance is None else advance
 
     async def begin(self, rollout: str, key: str, index: int) -> list[int]:
         assert rollout not in self.begun, "a conversation is begun once"
@@ -125,11 +125,9 @@ class FakeEnvironments(ScriptedTurns):
         self.open.add(rollout)
         return self.first_prompt
 
-    async def respond(
-        self, rollout: str, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool = False
-    ) -> Advance:
+    async def respond(self, rollout: str, turn: Turn, *, for_eval: bool = False) -> Advance:
         assert rollout in self.open, "unknown conversation"
-        return await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
+        return await self.advance(rollout, -1, turn, for_eval=for_eval)
 
     def end(self, rollout: str) -> None:
         self.open.discard(rollout)

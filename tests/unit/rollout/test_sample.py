@@ -112,8 +112,8 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence():
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments(
-            [Advance([20, 21], "first", None), Advance([22], "second", None),
-             Advance([], "third", reward(0.5), end_reason="won")]
+            [Advance([20, 21]), Advance([22]),
+             Advance([], reward(0.5), end_reason="won")]
         ),
     )  # fmt: skip
     sample = await bench.run(turns=True)
@@ -126,7 +126,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence():
         ("5-0", turn, 0) for turn in range(3)
     ]
     assert bench.slots.turns == [0, 1, 2], "each turn acquires its own slot, later turns first"
-    assert sample.completion_text == "first\nsecond\nthird"
+    assert sample.completion_text == "text\ntext\ntext"
     assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
     (train,) = sample.sequences()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
@@ -151,8 +151,8 @@ async def test_a_turn_asks_for_the_routes_that_are_not_known_and_its_answer_has_
                 routed([11], 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),  # of all tokens again
             ]
         ),
-        FakeEnvironments([Advance([20, 21], "", None), Advance([22], "", None),
-                          Advance([23], "", None), Advance([], "", reward(1.0))]),
+        FakeEnvironments([Advance([20, 21]), Advance([22]),
+                          Advance([23]), Advance([], reward(1.0))]),
     )  # fmt: skip
     sample = await bench.run(turns=True)
     assert [request.routes_start for request in bench.engine.requests] == [0, 4, 4, 7, 0]
@@ -166,8 +166,8 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     bench = Bench(
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments([
-            Advance([1, 2, 3, 70, 20], "first", None, restarts=True, divergence="history"),
-            Advance([22], "second", None),
+            Advance([1, 2, 3, 70, 20], restarts=True, divergence="history"),
+            Advance([22]),
         ]),
     )  # fmt: skip
     sample = await bench.run(turns=True)
@@ -183,9 +183,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
 
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
-    bench = Bench(
-        FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance([20], "first", None)])
-    )
+    bench = Bench(FakeEngine([generation([7]), DEAD, generation([9])]), FakeEnvironments([Advance([20])]))
     sample = await bench.run(turns=True)
     requests = [(len(request.prompt_token_ids), request.priority) for request in bench.engine.requests]
     assert requests == [(3, 0), (5, 1), (5, 1)], "priorities follow turns"
@@ -196,9 +194,7 @@ async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone():
 async def test_a_conversation_whose_state_is_lost_begins_again():
     bench = Bench(
         FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
-        FakeEnvironments(
-            [Advance([20], "first", None), InfrastructureError("the process ended"), Advance([21], "a", None)]
-        ),
+        FakeEnvironments([Advance([20]), InfrastructureError("the process ended"), Advance([21])]),
     )
     sample = await bench.run(turns=True)
     assert len(bench.environments.begun) == 2
@@ -248,7 +244,7 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(wait
     reason = "abort" if wait == "engine" else "stop"
     bench = Bench(
         FakeEngine([generation([7]), generation([9], finish_reason=reason)]),
-        FakeEnvironments([Advance([20], "first", None)], turns=True),
+        FakeEnvironments([Advance([20])], turns=True),
     )
     over = asyncio.Event()
 
@@ -327,7 +323,7 @@ async def test_a_slot_of_a_server_that_was_closed_meanwhile_is_not_used(for_eval
             slots.set_up(0, False)
             return await super().respond(*arguments, **options)
 
-    bench = Bench(environments=Closing([Advance([20], "first", None)]), slots=cast(Any, slots))
+    bench = Bench(environments=Closing([Advance([20])]), slots=cast(Any, slots))
     sample = await bench.run(turns=True, for_eval=for_eval, free_lane_after_generation=False)
     assert [turn.server for turn in sample.turns] == [int(for_eval), 1]
     assert sample.num_infrastructure_retries == slots.num_used == 0
@@ -375,7 +371,7 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(scrip
         "dead": DEAD, "abort": generation([7], finish_reason="abort"), "bug": ArithmeticError("a bug")
     }  # fmt: skip
     advances: dict[str, Any] = {
-        "environment fails": EnvironmentFailure("broken"), "turn": Advance([20], "t", None)
+        "environment fails": EnvironmentFailure("broken"), "turn": Advance([20])
     }  # fmt: skip
     pauses = iter(delays * 50)
 

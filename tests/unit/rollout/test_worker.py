@@ -229,7 +229,7 @@ def test_an_environment_that_runs_in_one_worker_has_slots_by_its_weight() -> Non
 
 def test_a_turn_of_a_long_rollout_is_progress() -> None:
     async def scenario() -> None:
-        environments = FakeEnvironments([Advance([20], "", None)] * 3, turns=True)
+        environments = FakeEnvironments([Advance([20])] * 3, turns=True)
         pool = RolloutPool([RolloutWorker(environments, [FakeEngine(wait=lambda: asyncio.sleep(1000))])], seconds=1.0)
         progress: list[int] = []
         pool.on_progress = lambda: progress.append(round(now(), -3))
