@@ -16,6 +16,7 @@ from telescope.inference.base import GenerateRequest, Generation
 from telescope.rollout.environments import LoadedEnvironments
 from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.sample import Rollout, RolloutTask
+from telescope.rollout.sample_rows import tool_call_rows
 from telescope.rollout.trajectory import Trajectory
 
 
@@ -133,6 +134,11 @@ class Player:
     def said(self, name: str) -> list[str]:
         """Returns the recorded answers of a rollout."""
         return [turn.text for turn in self._rollouts[name].trajectory.turns]
+
+    def called(self, name: str) -> list[tuple[Any, ...]]:
+        """Returns the turn, name and error of each recorded tool call of a rollout."""
+        rows = tool_call_rows(self._rollouts[name].trajectory)
+        return [(row["turn"], row["name"], row["error"]) for row in rows]
 
     def cancel(self, name: str) -> None:
         """Cancels a rollout, which ends with the request that it has in the engine."""

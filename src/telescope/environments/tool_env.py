@@ -262,8 +262,8 @@ class ToolEnvironment(MultiTurnEnvironment):
         started_at = time.perf_counter()
         try:
             result = self.execute_tool(call)
-        except (Exception, SystemExit) as error:  # raised by an override
-            result = self._failure(call.name, error)
+        except (Exception, SystemExit) as error:
+            result = self._failed_call(call, error)
         if not isinstance(result, ToolResult):
             return self._settled(call, result)
         result.seconds = time.perf_counter() - started_at
@@ -285,7 +285,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         try:
             result = await pending
         except (Exception, SystemExit) as error:
-            result = self._failure(call.name, error)
+            result = self._failed_call(call, error)
         result.seconds = time.perf_counter() - started_at
         return result
 
@@ -295,6 +295,14 @@ class ToolEnvironment(MultiTurnEnvironment):
         except (Exception, SystemExit) as error:
             return self._failure(tool.name, error)
         return value if isinstance(value, ToolResult) else ToolResult(tool.name, as_text(value), value=value)
+
+    def _failed_call(self, call: ToolCall, error: BaseException) -> ToolResult:
+        """Returns the result of a call that raised. Records the call if its error masks the sample."""
+        try:
+            return self._failure(call.name, error)
+        except InfrastructureError as lost:
+            self._record(call, ToolResult(call.name, str(lost), success=False, error=type(lost).__name__), _state.get())
+            raise
 
     def _failure(self, name: str, error: BaseException) -> ToolResult:
         """Returns the result of a call that raised. Re-raises an `InfrastructureError`: it is not the model's fault."""
@@ -310,6 +318,11 @@ class ToolEnvironment(MultiTurnEnvironment):
                 text = str(self.error_formatter(error))
         return ToolResult(name, text, success=False, error=type(error).__name__)
 
+    def _record(self, call: ToolCall, result: ToolResult, state: RolloutState | None) -> None:
+        if state is not None:
+            record = call.record(result, self.format_tool_result(result))
+            state.tool_records.append(record | {"sandbox": getattr(state.custom.get(SANDBOX_KEY), "id", None)})
+
     def _respond(self, calls: list[ToolCall], results: Sequence[ToolResult], state: RolloutState) -> list[ChatMessage]:
         custom = _counts(state)
         for call, result in zip(calls, results, strict=True):
@@ -322,8 +335,7 @@ class ToolEnvironment(MultiTurnEnvironment):
                 {"name": name, "result": result.result, "success": bool(result.success), "error": result.error}
             )
             custom["tool_success_count" if result.success else "tool_error_count"] += 1
-            record = call.record(result, self.format_tool_result(result))
-            state.tool_records.append(record | {"sandbox": getattr(custom.get(SANDBOX_KEY), "id", None)})
+            self._record(call, result, state)
             if name:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.reply_role == "tool":

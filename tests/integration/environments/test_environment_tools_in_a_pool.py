@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
 from telescope.environments.types import EnvironmentSpec
-from telescope.errors import InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -33,6 +34,31 @@ async def test_tools_that_hang_are_observations_and_their_process_continues(load
     assert last.tool_calls == [], "calls are those of one answer"
     assert (last.done, last.end_reason, last.reward.sample_metrics["tool_error_count"]) == (True, "final_answer", 1.0)
     assert not pool.is_stuck
+
+
+@pytest.mark.parametrize("tool", ["look_up", "fetch"])
+async def test_a_call_that_masks_its_sample_is_recorded_with_the_reason(load, encode, tool):
+    pool = await load("tooled")
+    await pool.begin("r", "tooled", 0)
+    await pool.respond("r", encode(call("run_a_loop")))
+    with pytest.raises(InfrastructureError):
+        await pool.respond("r", encode(call(tool, "moon")))
+    assert pool.called("r") == [(0, "run_a_loop", None), (1, tool, "the service has no connection for moon")]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_calls_are_recorded_if_the_environment_fails_after_them(load, encode, hangs):
+    pool = await load("tooled", timeout_seconds=2.0)
+    pool.environments.by_key["tooled"].environment.is_done = partial(fail_after_calls, hangs)
+    await pool.begin("r", "tooled", 0)
+    with pytest.raises(EnvironmentFailure):
+        await pool.respond("r", encode(call("run_a_loop")))
+    assert pool.called("r") == [(0, "run_a_loop", None)]
+
+
+async def fail_after_calls(hangs, state):
+    await asyncio.sleep(60.0 if hangs else 0.0)
+    raise ValueError("it fails")
 
 
 async def test_the_calculator_runs_to_its_reward(load, encode):

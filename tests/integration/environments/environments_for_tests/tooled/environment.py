@@ -5,6 +5,7 @@ import time
 
 from telescope.environments.base import RewardResult, Sample
 from telescope.environments.tool_env import ToolEnvironment
+from telescope.errors import InfrastructureError
 
 
 def spin() -> str:
@@ -25,11 +26,22 @@ def run_a_loop() -> str:
     return "ran"
 
 
+def look_up(key: str) -> str:
+    """Ask a service that is down."""
+    raise InfrastructureError(f"the service has no connection for {key}")
+
+
+async def fetch(key: str) -> str:
+    """Ask a service that goes down while it is asked."""
+    await asyncio.sleep(0.01)
+    return look_up(key)
+
+
 class Tooled(ToolEnvironment):
     tool_timeout_seconds = 0.3
 
     def __init__(self, **kwargs):
-        super().__init__(tools=[spin, doze, run_a_loop], **kwargs)
+        super().__init__(tools=[spin, doze, run_a_loop, look_up, fetch], **kwargs)
 
     def load_dataset(self, num_samples=-1):
         return [Sample(f"item {i}") for i in range(10)]
