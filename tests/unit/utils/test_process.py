@@ -1,6 +1,8 @@
-"""Exit codes in words, and threads that nothing waits for."""
+"""Exit codes in words, guarded commands, and threads that nothing waits for."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 
@@ -81,3 +83,18 @@ print("goes on")
 def test_processes_that_ignore_sigterm_start_others_that_do_not() -> None:
     done = subprocess.run([sys.executable, "-c", IGNORES], capture_output=True, text=True, timeout=60)
     assert done.stdout == "goes on\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "sent", "said"), [("exit 0", None, ""), ("exit 3", None, "ended with exit code 3"),
+                                  ("echo; exec sleep 60", signal.SIGTERM, "")]
+)  # fmt: skip
+def test_the_end_of_a_guarded_command_is_printed_unless_it_was_asked_to_end(command, sent, said):
+    guard = [sys.executable, "-m", "telescope.utils.child_guard", str(os.getpid()), "sh", "-c", command]
+    process = subprocess.Popen(guard, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if sent is not None:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(sent)
+    _, errors = process.communicate(timeout=30)
+    assert said in errors and bool(said) == bool(errors)
