@@ -21,6 +21,7 @@ from telescope.environments.types import EnvironmentSpec
 from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
 from telescope.rollout.rendering import Renderer, RendererSpec
+from telescope.rollout.sample_rows import info_rows
 from telescope.utils.text import pluralize
 
 SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
@@ -113,7 +114,10 @@ def _renderer(model: str | None) -> Renderer:
 
 
 def _tree(trial: Trial) -> Tree:
-    """Returns the calls of a rollout as a tree. A fork is below the call that it leaves."""
+    """Returns the calls of a rollout as a tree. A fork is below the call that it leaves.
+
+    A rollout with a problem also has the results of its tools, and its tags and notes (`info_turns`).
+    """
     sample = trial.trajectory
     seconds, calls = sample.finished_at - sample.started_at, pluralize(len(sample.turns), "call")
     outcome = f"reward {_shown(trial.reward)}, {calls}, {sample.totals.num_tokens} tokens, {seconds:.2f} s"
@@ -129,6 +133,13 @@ def _tree(trial: Trial) -> Tree:
         at = top if turn.parent is None else trees[turn.parent][followed.get(turn.parent, False)]
         followed[turn.parent] = turn.parent is not None
         trees.append((at, at.add(line)))
+        for call in turn.tool_calls if trial.problem else ():
+            trees[-1][1].add(Text((call["error"] or call["result"] or "").strip()))
+    if trial.problem and sample.reward is not None:
+        for name, value in sample.reward.sample_tags.items():
+            top.add(Text(f"{name}: {value}"))
+        for note in info_rows(sample):
+            top.add(Text(f"{note['key']}: {note['value'].strip()}"))
     return top
 
 

@@ -129,6 +129,20 @@ def test_a_solution_that_earns_too_little_fails_the_check_and_may_be_given(capsy
     assert check(capsys, "dataset", "--solution", "Final: {}", kwargs=kwargs)[0] == 0
 
 
+def test_a_task_whose_solution_fails_shows_what_it_and_the_tests_print(capsys, tmp_path):
+    for name, content in {
+        "task.toml": "", "instruction.md": "Count the words.", "tests/test.sh": "cat /app/count.txt",
+        "solution/solve.sh": "echo 'no such poem'; exit 3",
+    }.items():  # fmt: skip
+        path = tmp_path / "tasks/count" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    arguments = ["--set", f"tasks={tmp_path / 'tasks'}", "--set", "pool_size=1"]
+    assert main(["envs", "check", "terminal_tasks", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("exit code: 3", "no such poem", "task: count", "/app/count.txt: No such"))
+
+
 def test_a_solution_without_a_gold_may_be_given(capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Are you there?"}))
     kwargs = {"path": str(tmp_path / "rows.jsonl"), "reward": "regex", "pattern": "ready"}
