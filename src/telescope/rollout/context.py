@@ -184,8 +184,8 @@ class AgentRollout:
         with self._calling():
             index = await self._rollout.sample(
                 prompt.token_ids, added_token_ids=prompt.added_token_ids, parent=prompt.parent, chat=call.chat,
-                divergence=prompt.cause, trained=call.train, max_tokens=sampling.get("max_tokens"),
-                stop=sampling.get("stop") or (), replies=shown,
+                divergence=prompt.cause, renders_again=prompt.renders_again, trained=call.train,
+                max_tokens=sampling.get("max_tokens"), stop=sampling.get("stop") or (), replies=shown,
             )  # fmt: skip
         return self._answer(call, prompt, index, sampling.get("stop") or ())
 

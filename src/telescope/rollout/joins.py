@@ -22,7 +22,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from telescope.environments.context import Call
@@ -87,8 +87,14 @@ class Prompt:
     """The messages after the parent's completion."""
     dialogue: Dialogue
     node: _Node
+    """The last message that is recorded, after `Joins.prompt` the last of all."""
+    unknown: list[Identity] = field(default_factory=list)
+    """The messages that were not recorded before."""
+    _: KW_ONLY
     before: _Answer | None = None
     """The completion that it extends."""
+    renders_again: bool = False
+    """Whether it has no parent, but repeats or changes messages of a recorded conversation."""
 
 
 class Joins:
@@ -102,8 +108,22 @@ class Joins:
         self._by_ids: defaultdict[str, list[tuple[list[int], int]]] = defaultdict(list)
         """By chat, the token ids of prompt and completion of each call made with token ids, and its turn."""
 
-    def prompt(self, call: Call, *, records: bool = True) -> Prompt:
+    def prompt(self, call: Call) -> Prompt:
         """Returns the prompt of a call, and records it. Raises what the chat template raises."""
+        prompt = self._join(call)
+        node = prompt.node
+        for message in prompt.unknown:
+            node = node.children.setdefault(message, _Node())
+        node.was_prompt = True
+        if prompt.before is not None:
+            prompt.before.prompt.dialogue.keep_in(prompt.dialogue)
+        return replace(prompt, node=node)
+
+    def count(self, call: Call) -> int:
+        """Returns the number of tokens of the prompt of a call. Records nothing."""
+        return len(self._join(call).token_ids)
+
+    def _join(self, call: Call) -> Prompt:
         if call.token_ids is not None:
             return self._prompt_of_ids(call.chat, list(call.token_ids))
         if not call.messages:
@@ -125,30 +145,20 @@ class Joins:
             cause = TOOLS
         if parent is None:
             cause = call.cause or cause
-        if records:
-            for message in path[matched:]:
-                node = node.children.setdefault(message, _Node())
-            node.was_prompt = True
-        new = messages[depth:]
+        new, unknown = messages[depth:], path[matched:]
         if parent is None:
             dialogue = Dialogue(self._renderer, interleaved=self._interleaved, tools=tools or None)
             ids = dialogue.begin(new)
-            return Prompt(ids, ids, None, cause, new, new, dialogue, node)
+            return Prompt(ids, ids, None, cause, new, new, dialogue, node, unknown, renders_again=cause is not None)
         before = parent.prompt
         messages = [*before.messages, assistant_message(before.dialogue.opening + parent.text), *new]
         dialogue = before.dialogue.branch()
         added = dialogue.extend(parent.text, parent.token_ids, messages, ended=parent.ended)
         cause, ids = cause or added.divergence, added.token_ids
         if added.restarts:
-            return Prompt(ids, ids, None, cause, messages, messages, dialogue, node)
-        if records:
-            before.dialogue.keep_in(dialogue)
+            return Prompt(ids, ids, None, cause, messages, messages, dialogue, node, unknown, renders_again=True)
         whole = [*parent.all_token_ids(), *ids]
-        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node, parent)
-
-    def count(self, call: Call) -> int:
-        """Returns the number of tokens of the prompt of a call. Records nothing."""
-        return len(self.prompt(call, records=False).token_ids)
+        return Prompt(whole, ids, parent.turn, cause, messages, new, dialogue, node, unknown, before=parent)
 
     def _messages(self, call: Call) -> list[ChatMessage]:
         """Returns the messages for the template. If it shows no later system messages, they become the user's."""

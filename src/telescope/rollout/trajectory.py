@@ -43,6 +43,8 @@ class Turn:
     ended_at: float = 0.0
     parent: int | None = None
     """Index of the turn that it extends."""
+    renders_again: bool = False
+    """Whether its prompt, without a parent, is an earlier conversation of its chat, changed or rendered again."""
     chat: str = ""
     """Name of its conversation."""
     trained: bool = True
@@ -64,8 +66,8 @@ class Totals:
     num_completion_tokens: int
     """Sampled tokens in all turns."""
     num_environment_tokens: int
-    """Tokens that the environment added after the first prompt: replies, prompts of other chats, and of a conversation
-    that begins again the tokens beyond the earlier one's."""
+    """Tokens that the environment added after the first prompt: replies, prompts of other conversations, and where a
+    prompt renders an earlier conversation again the tokens beyond it."""
     longest_answer: int
     """Tokens of the longest completion."""
     finish_reason: str
@@ -168,7 +170,7 @@ class Trajectory:
         sampled = [len(turn.generation.token_ids_N) for turn in self.turns]
         for index, turn in enumerate(self.turns):
             added = len(turn.added_token_ids)
-            repeated = ends.get(turn.chat, 0) if turn.parent is None else 0
+            repeated = ends.get(turn.chat, 0) if turn.renders_again else 0
             environment += max(added - repeated, 0) if index else 0
             lengths.append((0 if turn.parent is None else lengths[turn.parent]) + added + sampled[index])
             ends[turn.chat] = lengths[-1]

@@ -75,6 +75,7 @@ async def take_turns(rollout: Rollout, conversation: Conversation) -> RewardReco
                 keeps_slot=not settings.free_lane_after_generation,
                 replies=[tuple(str(m.get(key) or "") for key in ("role", "content", "turn_type")) for m in shown],
                 divergence=None if reply is None else reply.divergence,
+                renders_again=reply is not None and reply.restarts,
             )  # fmt: skip
             turn = trajectory.turns[index]
             reply = await _reply(rollout, conversation, turn)

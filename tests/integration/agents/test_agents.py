@@ -155,6 +155,7 @@ async def test_forks_are_sequences_of_their_own_with_their_cause(bench: Any) -> 
     sample = await made.run()
     assert [turn.parent for turn in sample.turns] == [None, 0, 0, None, None, None]
     assert [turn.divergence for turn in sample.turns] == [None, None, "branch", "retry", "edited_history", None]
+    assert [turn.renders_again for turn in sample.turns] == [False, False, False, True, True, False]
     assert len(sample.sequences()) == 5
     sampled_once(sample, made.policy)
 

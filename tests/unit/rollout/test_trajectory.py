@@ -61,14 +61,15 @@ def test_prompt_tokens_are_those_of_the_first_prompt_and_the_stop_reason_that_of
     assert (trajectory([]).totals.num_prompt_tokens, trajectory([]).stop_reason) == (0, "")
 
 
-def test_a_prompt_of_another_chat_is_new_and_a_conversation_that_begins_again_is_not():
+def test_the_prompt_of_another_conversation_is_new_and_one_that_is_rendered_again_is_not():
     sample = trajectory([([1, 2, 3], [4])])
     sample.turns += [
         Turn([1, 2], generation([5, 6]), chat="scout"),
-        Turn([1, 2, 3, 4, 7], generation([8])),
-        Turn([1, 2, 5, 6, 9, 9], generation([8]), chat="scout"),
+        Turn([1, 2, 3, 4, 7], generation([8]), renders_again=True),
+        Turn([1, 2, 5, 6, 9, 9], generation([8]), chat="scout", renders_again=True),
+        Turn([1, 5, 5], generation([8])),
     ]
-    assert sample.totals.num_environment_tokens == 2 + 1 + 2
+    assert sample.totals.num_environment_tokens == 2 + 1 + 2 + 3
 
 
 def test_answers_that_are_not_trained_do_not_decide_how_the_sample_ended_or_how_long_it_was():
