@@ -14,12 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from telescope.environments.arguments import refuse_unknown
 from telescope.environments.base import Environment, RolloutState, Sample
 from telescope.environments.tool_calls import written_call
 from telescope.environments.tool_env import SANDBOX_KEY, ToolResult
 from telescope.errors import UserError
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxHandle, get_provider
-from telescope.sandbox.base import ENVIRONMENT_NAMES, provider_class
+from telescope.sandbox.base import ENVIRONMENT_NAMES, PROVIDERS, provider_class
 from telescope.sandbox.pool import GenericSandboxPool
 
 _LOCK_KEY = "_sandbox_lock"
@@ -78,7 +79,10 @@ class SandboxEnvironment(Environment):
                 f"{type(self).__name__} has {ENVIRONMENT_NAMES[theirs]!r}; {theirs!r} is of a SandboxConfig"
             )
         super().__init__(**kwargs)
-        provider_class(provider)  # finds a misspelled name before anything starts
+        made = provider_class(provider)  # finds a misspelled name before anything starts
+        if (provider or "local") in PROVIDERS:  # a class of the user's may have any options
+            known = {"network", *made.extra_options}
+            refuse_unknown(extra or {}, known, f"{type(self).__name__}: extra of {made.name!r}")
         self.provider, self.provider_kwargs = provider, provider_kwargs or {}
         self.pool_size, self.max_concurrent_creates = pool_size, max_concurrent_creates
         self.sandbox_config = SandboxConfig(

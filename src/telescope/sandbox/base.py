@@ -100,6 +100,8 @@ class SandboxProvider(ABC):
     """Name in records, by default the class's."""
     creates_per_second: ClassVar[float] = 1000.0
     """Most creations per second that the service allows."""
+    extra_options: ClassVar[tuple[str, ...]] = ()
+    """Names in `SandboxConfig.extra` besides `network`."""
     is_reusable: ClassVar[bool] = True
     """Whether creation is so slow that a pool reuses sandboxes."""
 

@@ -33,6 +33,7 @@ class ContainerSandboxProvider(RemoteSandboxProvider):
     `extra["network"]: true` enables the network, `extra["read_only"]: false` makes the image writable.
     """
 
+    extra_options = ("read_only",)
     program: ClassVar[str]
     detach_after = math.inf
     error_table = (

@@ -17,6 +17,7 @@ CREATE_SECONDS = 600
 class DaytonaSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Daytona. `extra["snapshot"]` starts from a snapshot, which sets the sizes."""
 
+    extra_options = ("snapshot",)
     modules, package = ("daytona", "daytona_sdk"), "daytona"
     key_variables = ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN")
     setup_hint = (

@@ -72,6 +72,7 @@ class LocalSandboxProvider(SandboxProvider):
     and `max_processes`. Raises `SandboxSetupError` without bubblewrap.
     """
 
+    extra_options = ("read_only", "endpoint", "max_processes")
     is_reusable = False
 
     def __init__(self, bwrap: str = "bwrap") -> None:

@@ -14,6 +14,7 @@ from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label
 class ModalSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Modal in the app `extra["app"]`. The default image is Debian with this Python."""
 
+    extra_options = ("app", "region", "gpu_type")
     modules, package = ("modal",), "modal"
     key_variables, key_file = ("MODAL_TOKEN_ID",), "~/.modal.toml"
     setup_hint = "Set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET (https://modal.com/settings/tokens), or run: modal setup"

@@ -13,6 +13,7 @@ from telescope.sandbox.remote import LABEL, CloudSandboxProvider, run_label, uni
 class PrimeSandboxProvider(CloudSandboxProvider):
     """Runs sandboxes at Prime Intellect. The first use of an image builds it, for up to 50 minutes."""
 
+    extra_options = ("team_id", "start_command", "gpu_type")
     modules, package = ("prime_sandboxes",), "prime-sandboxes"
     key_variables, key_file = ("PRIME_API_KEY",), "~/.prime/config.json"
     setup_hint = "Set PRIME_API_KEY (https://app.primeintellect.ai/dashboard/tokens), or run: prime login"

@@ -337,6 +337,15 @@ def test_an_environment_names_its_argument_for_a_field_of_the_configuration():
         I3CodeEnvironment(dataset="own", timeout_seconds=60)
 
 
+@pytest.mark.parametrize(
+    ("provider", "option", "hint"),
+    [("docker", "netwrok", "Did you mean 'network'[?]"), ("local", "snapshot", "It takes:")],
+)
+def test_an_option_that_a_provider_does_not_have_is_refused(provider, option, hint):
+    with pytest.raises(UserError, match=f"extra of {provider!r} has no keyword argument {option!r}.*{hint}"):
+        I3CodeEnvironment(dataset="own", provider=provider, extra={option: True})
+
+
 @pytest.mark.parametrize("field", ["pool_size", "max_concurrent_creates"])
 def test_a_size_of_zero_is_refused(service, field):
     with pytest.raises(UserError, match=f"{field}=0"):
