@@ -47,7 +47,10 @@ test("only the lowest reward is hollow and only the highest is full", () => {
 });
 
 test("a scale without a declared range is that of the rewards seen, and 0 to 1 for shares", () => {
-  const seen = (...rewards: number[]) => Object.values(rewardScale(undefined, rewards));
+  const seen = (...rewards: number[]) => {
+    const { low, high } = rewardScale(undefined, rewards);
+    return [low, high];
+  };
   expect([seen(50, 60), seen(-1, 2), seen(0.2, 0.4), seen(2, 2), seen(-1), seen()]).toEqual([[50, 60], [-1, 2], [0, 1], [0, 2], [-1, 1], [0, 1]]);
 });
 
@@ -69,6 +72,14 @@ test("a discarded group says why in words", () => {
   expect(fate({ status: "discarded", reason: "zero_advantage", reward_mean: 1 }, scale)).toBe("all right");
   expect(fate({ status: "discarded", reason: "max_async", reward_mean: 1 }, scale)).toBe("too old");
   expect(fate({ status: "cancelled", reason: "run_ended", reward_mean: null }, scale)).toBe("run ended");
+});
+
+test("a group of equal rewards is neither right nor wrong on a scale that is a guess", () => {
+  const group = (reward_mean: number) => ({ status: "discarded", reason: "zero_advantage", reward_mean });
+  const guessed = rewardScale(undefined, [1.1, 2.1]);
+  expect([fate(group(1.1), guessed), fate(group(2.1), guessed)]).toEqual(["all equal", "all equal"]);
+  const declared = rewardScale({ reward_min: 0, reward_max: 2.1 } as Environment, [1.1, 2.1]);
+  expect([fate(group(0), declared), fate(group(2.1), declared)]).toEqual(["all wrong", "all right"]);
 });
 
 test("samples in flight stand with their group, the longest first", () => {
