@@ -319,9 +319,14 @@ def test_help_lists_every_field_by_section(train):
         assert word in result.out
 
 
-@pytest.mark.parametrize("arguments", [["runs", "--root"], ["--help"], ["config", "explain", "learning_rate"]])
-def test_a_closed_pipe_ends_a_command_quietly(arguments, tmp_path):
-    read_end, write_end = os.pipe()
+@pytest.mark.parametrize(("arguments", "opened"), [
+    (["runs", "--root"], os.pipe),
+    (["--help"], os.pipe),
+    (["--help"], lambda: [end.detach() for end in socket.socketpair()]),
+    (["config", "explain", "learning_rate"], os.pipe),
+])  # fmt: skip
+def test_a_closed_output_ends_a_command_quietly(arguments, opened, tmp_path):
+    read_end, write_end = opened()
     os.close(read_end)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")

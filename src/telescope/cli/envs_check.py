@@ -22,9 +22,9 @@ from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.rollout.check import CANNED, MODEL, REFERENCE, Checks, Trial
 from telescope.rollout.rendering import Renderer, RendererSpec
 from telescope.rollout.sample_rows import info_rows
-from telescope.utils.text import pluralize
+from telescope.utils.text import plain, pluralize
 
-SHOWN_CHARACTERS, LINE_CHARACTERS = 60, 200
+SHOWN_CHARACTERS, LINE_CHARACTERS, OUTPUT_CHARACTERS = 60, 200, 2000
 
 
 def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
@@ -134,13 +134,18 @@ def _tree(trial: Trial) -> Tree:
         followed[turn.parent] = turn.parent is not None
         trees.append((at, at.add(line)))
         for call in turn.tool_calls if trial.problem else ():
-            trees[-1][1].add(Text((call["error"] or call["result"] or "").strip()))
+            trees[-1][1].add(_output(call["error"] or call["result"] or ""))
     if trial.problem and sample.reward is not None:
         for name, value in sample.reward.sample_tags.items():
-            top.add(Text(f"{name}: {value}"))
+            top.add(_output(f"{name}: {value}"))
         for note in info_rows(sample):
-            top.add(Text(f"{note['key']}: {note['value'].strip()}"))
+            top.add(_output(f"{note['key']}: {note['value']}"))
     return top
+
+
+def _output(text: str) -> Text:
+    """Returns the end of an output, where tests and commands say what failed."""
+    return Text(plain(text).strip()[-OUTPUT_CHARACTERS:])
 
 
 def _unchecked(trials: list[Trial]) -> set[str]:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         print(end="", flush=True)
     except BrokenPipeError:
-        if not (_has_lost_its_reader(sys.stdout) or _has_lost_its_reader(sys.stderr)):  # of a connection, then
+        if not (_has_lost_its_reader(sys.stdout) or _has_lost_its_reader(sys.stderr)):  # a connection broke
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
         sys.stderr.close()
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Returns whether `stream` is a pipe whose reader, such as `head` or a pager, has exited."""
+    """Returns whether the reader of `stream`, such as `head` or a pager, has exited."""
     poll = select.poll()
     poll.register(stream, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _run(arguments: list[str]) -> int:

@@ -131,7 +131,7 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     config = uvicorn.Config(
         app,
-        log_config=None,
+        log_config=None,  # that of uvicorn closes the log handlers of other packages
         log_level="error",
         access_log=False,
         server_header=False,

@@ -132,9 +132,16 @@ def load_eval_request(
     return EvalRequest(parsed, fields, flags.keys(), notes)
 
 
-def without_sampling(entries: Sequence[EvalEntry], names: Set[str]) -> list[EvalEntry]:
-    """Returns evals that take the sampling fields in `names` from the request, instead of their own."""
-    return [entry.model_copy(update=dict.fromkeys(SAMPLING & names)) for entry in entries]
+def known_evals(request: EvalRequest, of_run: Sequence[EvalEntry]) -> tuple[list[EvalEntry], list[EvalEntry]]:
+    """Returns the evals of the request and of the run, without sampling of their own that the request replaces.
+
+    Flags replace that of both, and fields of the request's file that of the run's.
+    """
+    replaced = ((request.command.evals, request.flags), (of_run, request.fields.keys()))
+    given, inherited = (
+        [entry.model_copy(update=dict.fromkeys(SAMPLING & names)) for entry in entries] for entries, names in replaced
+    )
+    return given, inherited
 
 
 def build_eval_config(
@@ -164,7 +171,8 @@ def build_eval_config(
     if "inference_num_workers" not in request.fields and isinstance(tensor_parallel, int):
         values["inference_num_workers"] = max(values["inference_num_workers"], tensor_parallel)
     entries = [entry.model_dump(mode="json") for entry in evals]
-    if request.fields.get("temperature") == 0:  # greedy: the field refuses it, which is that of training
+    given = request.fields.get("temperature")
+    if given == 0 and not isinstance(given, bool):  # greedy: `temperature` of training refuses 0, so each eval gets it
         del values["temperature"]
         entries = [entry | ({"temperature": 0.0} if entry["temperature"] is None else {}) for entry in entries]
     values |= {

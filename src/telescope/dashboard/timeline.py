@@ -205,6 +205,10 @@ def gauge_names(store: RunStore) -> list[dict[str, Any]]:
     ]
 
 
+AFTER_LAST_SECONDS = 0.001
+"""From the last reading of an attempt to its end, which must come after it."""
+
+
 def gauges(
     store: RunStore,
     names: str,
@@ -233,7 +237,7 @@ def gauges(
             "any_value(labels) AS labels, max(time) AS time, min(value) AS low, avg(value) AS mean, max(value) AS high "
             "FROM gauges WHERE list_contains($names, name) AND time BETWEEN $low AND $high "
             f"GROUP BY {key}, attempt, shown, least(floor((time - $low) / $width), $last)), "
-            "ends AS (SELECT attempt, max(time) + 0.001 AS time FROM gauges GROUP BY attempt "
+            "ends AS (SELECT attempt, max(time) + $after AS time FROM gauges GROUP BY attempt "
             "QUALIFY attempt < max(attempt) OVER ()), "
             "parts AS (FROM readings UNION ALL BY NAME "
             f"SELECT DISTINCT {key}, shown, ends.time FROM readings JOIN ends USING (attempt) "
@@ -241,7 +245,14 @@ def gauges(
             f"SELECT {key}, any_value(labels) AS labels, list(time ORDER BY time) AS time, "
             "list(low ORDER BY time) AS min, list(mean ORDER BY time) AS mean, list(high ORDER BY time) AS max "
             f"FROM parts GROUP BY {key}, shown ORDER BY ALL",
-            {"names": wanted, "low": low, "high": high, "width": width, "last": points - 1},
+            {
+                "names": wanted,
+                "low": low,
+                "high": high,
+                "width": width,
+                "last": points - 1,
+                "after": AFTER_LAST_SECONDS,
+            },
         )
     ]
 

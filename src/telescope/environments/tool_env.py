@@ -298,11 +298,10 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def _failed_call(self, call: ToolCall, error: BaseException) -> ToolResult:
         """Returns the result of a call that raised. Records the call if its error masks the sample."""
-        try:
-            return self._failure(call.name, error)
-        except InfrastructureError as lost:
-            self._record(call, ToolResult(call.name, str(lost), success=False, error=type(lost).__name__), _state.get())
-            raise
+        if isinstance(error, InfrastructureError):
+            lost = ToolResult(call.name, str(error), success=False, error=type(error).__name__)
+            self._record(call, lost, _state.get())
+        return self._failure(call.name, error)
 
     def _failure(self, name: str, error: BaseException) -> ToolResult:
         """Returns the result of a call that raised. Re-raises an `InfrastructureError`: it is not the model's fault."""

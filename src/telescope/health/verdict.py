@@ -156,7 +156,7 @@ REPEATED_KINDS = RULE_KINDS | {"disk"}  # kinds that `watch` reports again while
 DISK_SECONDS = 1.1 * DISK_SILENT_SECONDS  # without another report, after which the disk has space again
 STEPS_THAT_RESOLVE = {"stalled": 1, "log": rules.WINDOW}  # by kind of alert: number of later steps that resolve it
 
-KINDS_AT_START = frozenset({"config", "environment"})  # what informs about them is reported by each attempt
+KINDS_AT_START = frozenset({"config", "environment"})  # of remarks that every attempt reports at its start
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
@@ -167,7 +167,8 @@ def alerts(
 ) -> list[dict[str, Any]]:
     """Returns recorded alerts, newest first like `rows`. Repeated reports of one problem are merged into one alert.
 
-    If attempts inform about the same, the start or the same eval, only the newest attempt is listed.
+    Of the remarks at the start, and of the results of one eval at one version, only those of the newest attempt are
+    listed.
 
     `ended` are the end times of the steps, in Unix seconds. `first_step` and `first_time` belong to the first report,
     `count` is the number of reports. An alert is resolved if its rule finds nothing now, a step has ended since the

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from telescope.config import EvalEntry, TelescopeConfig
-from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest, without_sampling
+from telescope.config.eval_config import EvalRequest, build_eval_config, known_evals, measurement_digest
 from telescope.config.messages import describe_argument
 from telescope.config.model_checks import check_report
 from telescope.config.model_files import inspect_model
@@ -123,8 +123,7 @@ def prepare(
     runs = {target.run_dir for target in targets}
     run_dir = next(iter(runs)) if len(runs) == 1 and has_steps(targets) else None
     entries_of_run = [EvalEntry.model_validate(entry) for entry in (run_config or {}).get("evals", [])]
-    given = without_sampling(request.command.evals, request.flags)
-    entries = choose_evals(given, without_sampling(entries_of_run, request.fields.keys()), names, num_samples)
+    entries = choose_evals(*known_evals(request, entries_of_run), names, num_samples)
     config = build_eval_config(request, run_config, entries, targets[0].model_files_folder())
     config, fitted = preflight.fit_to_machine(config, with_trainer=False)
     digest = measurement_digest(config, config.evals)

@@ -19,7 +19,7 @@ COUNTERS = {  # name -> field of `RunStatus` and meaning
     "long_prompts": ("num_long_prompts", "Prompts that leave no space for a completion."),
 }
 
-GAUGES = {  # the same
+GAUGES = {  # name -> field of `RunStatus` and meaning
     "step": ("step", "Finished steps."),
     "num_steps": ("num_steps", "Steps of the whole run."),
     "version": ("version", "Policy version of the servers' weights."),

@@ -40,7 +40,9 @@ FIXED_TENSORS = ("train_backend", "lora_rank", "lora_target_modules")
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
 DISTRIBUTION = ("temperature", "top_p")
-"""Fields of the distribution that the engine's logprobs belong to. Finished groups of another one are sampled again."""
+"""Fields of the sampling distribution. If one changes, finished groups are sampled again: their logprobs are those of
+the old distribution.
+"""
 
 NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")  # fields that select the checkpoint to resume
 
@@ -81,7 +83,9 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
         if any(name == "seed" or name.startswith("environments") for name in fixed):
             state = without_open_prompts(state)
     if state.groups and (names := [name for name in DISTRIBUTION if name in used]):
-        notes.append(f"{pluralize(len(state.groups), 'finished group')} will be sampled again, with this {names[0]}")
+        notes.append(
+            f"{pluralize(len(state.groups), 'finished group')} will be sampled again, with the new {' and '.join(names)}"
+        )
         state = without_finished_groups(state)
     before = _with_defaults(checkpoint.meta["config"])
     if note := _change_of_rate(checkpoint.step, before, config.values):
@@ -107,12 +111,11 @@ def check_has_checkpoint(config: TelescopeConfig, run_dir: Path, file: Path) -> 
     folder = CheckpointFolder.for_run(config, run_dir)
     if not folder.steps():
         steps = Run(run_dir).summary().steps if is_run(run_dir) else 0
-        every = "" if config.checkpoint_every else " --checkpoint_every 20"
-        cause = "before the first one was complete" if config.checkpoint_every else "with checkpoint_every off"
         raise UserError(
-            f"{run_dir} has no checkpoint in {folder.path}: it ended after {pluralize(steps, 'step')}, {cause}, or "
-            "checkpoint_dir is another folder than before. Set checkpoint_dir, or start the run again in another "
-            f"run_dir: `telescope train --config {file} --run_dir {run_dir}-2{every}`"
+            f"{run_dir} has no checkpoint in {folder.path}: it ended after {pluralize(steps, 'step')}, before the "
+            "first one was complete, checkpoint_every was off, or checkpoint_dir is another folder than before. Set "
+            f"checkpoint_dir, or start the run again in another run_dir: `telescope train --config {file} "
+            f"--run_dir {run_dir}-2 --checkpoint_every {config.checkpoint_every or 20}`"
         )
 
 
@@ -208,7 +211,7 @@ def without_open_prompts(state: RunState) -> RunState:
 
 
 def without_finished_groups(state: RunState) -> RunState:
-    """Returns the state with the prompts of finished, untrained groups as unfinished."""
+    """Returns the state without its finished groups, whose prompts are sampled again."""
     ids = {group.group_id for group in state.groups}
     return replace(
         state,

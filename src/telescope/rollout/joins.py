@@ -87,7 +87,7 @@ class Prompt:
     """The messages after the parent's completion."""
     dialogue: Dialogue
     node: _Node
-    """The last message that is recorded, after `Joins.prompt` the last of all."""
+    """The newest recorded message: that of the call, or before it is recorded the last one that was known."""
     unknown: list[Identity] = field(default_factory=list)
     """The messages that were not recorded before."""
     _: KW_ONLY

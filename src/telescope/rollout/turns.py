@@ -191,6 +191,7 @@ class MultiTurn:
 
     def _respond(self, turn: Turn) -> Steps[Advance]:
         assert self._state is not None
+        self._state.tool_records = []
         try:
             return (yield from self._turn(self._state, turn))
         except Exception as error:
@@ -207,7 +208,6 @@ class MultiTurn:
         said = [assistant_message(answer_text(dialogue.opening + text, dialogue.opened))]
         logprobs = generation.logprobs_N.tolist()
         state.trajectory.append(TrajectoryStep(self._prompt, said, self._prompt_ids, ids, logprobs, not ended))
-        state.tool_records = []
         reply = yield from take_turn(self._environment, state)
         if reply.done:
             return (yield from self._score(state, reply.reason))

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         if os.getppid() != parent:
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group
-    if code not in (0, -signal.SIGTERM):  # these end a command that was asked to
+    if code not in (0, -signal.SIGTERM):  # it finished, or was told to end
         sys.stderr.write(f"telescope: process {child.pid} {describe_exit(code)}\n")
         sys.stderr.flush()
     return code if code >= 0 else 128 - code

@@ -9,9 +9,9 @@ from telescope.config import EvalEntry, load_config
 from telescope.config.eval_config import (
     SHARED_FIELDS,
     build_eval_config,
+    known_evals,
     load_eval_request,
     measurement_digest,
-    without_sampling,
 )
 from telescope.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_checkpoints_of_a_run_are_measured_with_the_run_s_prompts_and_sampling()
 
 def test_sampling_that_is_asked_for_wins_over_that_of_the_run_s_evals():
     request = load_eval_request(None, ["--temperature", "0", "--top_p", "0.9"])
-    evals = without_sampling([EvalEntry(name="math500", temperature=1.0, max_tokens=7)], request.fields.keys())
+    _, evals = known_evals(request, [EvalEntry(name="math500", temperature=1.0, max_tokens=7)])
     config = build_eval_config(request, None, evals, Path("/models/a"))
     assert (config.evals[0].temperature, config.evals[0].max_tokens) == (0.0, 7), "greedy"
     assert (config.top_p, config.evals[0].top_p) == (0.9, None)
@@ -111,8 +111,9 @@ def test_sampling_that_is_asked_for_wins_over_that_of_the_run_s_evals():
 def test_sampling_of_an_eval_in_the_file_yields_to_flags_alone(tmp_path):
     file = tmp_path / "eval.yaml"
     file.write_text("evals: [{name: math500, temperature: 0.6}]\ntemperature: 1.0\n")
-    for flags, names in ([], set()), (["--temperature", "0.2"], {"temperature"}):
-        assert load_eval_request(file, flags).flags == names
+    for flags, own in ([], 0.6), (["--temperature", "0.2"], None):
+        given, of_run = known_evals(load_eval_request(file, flags), [EvalEntry(name="aime_2024", temperature=0.9)])
+        assert (given[0].temperature, of_run[0].temperature) == (own, None)
 
 
 def test_a_model_whose_config_is_broken_is_refused_by_name(tmp_path):

@@ -98,3 +98,4 @@ def test_the_end_of_a_guarded_command_is_printed_unless_it_was_asked_to_end(comm
         process.send_signal(sent)
     _, errors = process.communicate(timeout=30)
     assert said in errors and bool(said) == bool(errors)
+    assert sent is None or process.returncode == 128 + sent, "the guard ended before it could pass the signal on"

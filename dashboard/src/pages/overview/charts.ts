@@ -85,7 +85,8 @@ export function standardCharts(runs: DrawnRun[], info: RunInfo, reward: Distribu
   if (has(first, "timing_step_total")) {
     const total = get("timing_step_total");
     const backward = get("timing_backward_total");
-    const forward = get("timing_forward_total");
+    const reference = get("timing_reference_logprobs_total");
+    const forward = get("timing_forward_total").map((value, i) => (value === null ? null : value + (reference[i] ?? 0)));
     const background = get("weight_sync/background");
     const sync = get("timing_weight_sync_total").map((value, i) => (background[i] ? 0 : value));
     const waits = get("timing_waiting_for_data");

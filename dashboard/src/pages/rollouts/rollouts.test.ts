@@ -80,6 +80,8 @@ test("a group of equal rewards is neither right nor wrong on a scale that is a g
   expect([fate(group(1.1), guessed), fate(group(2.1), guessed)]).toEqual(["all equal", "all equal"]);
   const declared = rewardScale({ reward_min: 0, reward_max: 2.1 } as Environment, [1.1, 2.1]);
   expect([fate(group(0), declared), fate(group(2.1), declared)]).toEqual(["all wrong", "all right"]);
+  const half = rewardScale({ reward_min: 0, reward_max: null } as Environment, [0, 2.1]);
+  expect([fate(group(0), half), fate(group(2.1), half)]).toEqual(["all wrong", "all equal"]);
 });
 
 test("samples in flight stand with their group, the longest first", () => {

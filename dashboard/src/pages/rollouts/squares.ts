@@ -7,8 +7,9 @@ import { visible } from "../../text/hostile";
 export interface RewardScale {
   low: number;
   high: number;
-  /** The environment does not declare it, and the rewards do not look like shares. */
-  isGuess?: boolean;
+  /** Whether the environment does not declare the end, and the rewards do not look like shares. */
+  guessedLow?: boolean;
+  guessedHigh?: boolean;
 }
 
 /** The scale of an environment's rewards: as it declares, else as seen. Rewards of 0 to 1 are seen as that range. */
@@ -17,8 +18,7 @@ export function rewardScale(environment: Environment | undefined, rewards: reado
   const isShare = least === most || (least >= 0 && most <= 1);
   const low = environment?.reward_min ?? (isShare ? Math.min(0, least) : least);
   const high = environment?.reward_max ?? (isShare ? Math.max(1, most) : most);
-  const isGuess = (least < 0 || most > 1) && (environment?.reward_min ?? null) === null && (environment?.reward_max ?? null) === null;
-  return { low, high: high > low ? high : low + 1, ...(isGuess && { isGuess }) };
+  return { low, high: high > low ? high : low + 1, guessedLow: low !== (environment?.reward_min ?? 0), guessedHigh: high !== (environment?.reward_max ?? 1) };
 }
 
 /** Returns the scale of each environment, by its own answers. An eval may have the name of an environment that is trained on. */
@@ -98,9 +98,8 @@ export function gini(values: readonly number[]): number | null {
 export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, scale: RewardScale): string {
   if (group.status === "kept") return "kept";
   if (group.reason === "zero_advantage") {
-    if (scale.isGuess) return "all equal";
-    if (group.reward_mean === scale.high) return "all right";
-    return group.reward_mean === scale.low ? "all wrong" : "all equal";
+    if (group.reward_mean === scale.high && !scale.guessedHigh) return "all right";
+    return group.reward_mean === scale.low && !scale.guessedLow ? "all wrong" : "all equal";
   }
   const words: Record<string, string> = { max_async: "too old", run_ended: "run ended" };
   return group.reason ? (words[group.reason] ?? visible(group.reason.replaceAll("_", " "))) : (group.status ?? "");

@@ -452,9 +452,9 @@ function ColumnChooser({ ids, known, tagColumn, close }: { ids: string[]; known:
 function Nothing({ list, openProjects }: { list: RunList; openProjects: () => void }) {
   return (
     <Quiet title="No runs here yet." text={list.roots.length ? `Looked in ${list.roots.join(", ")}. This page shows a run as soon as it starts.` : "The folders given to telescope ui hold no run."}>
-      <p>Look around in recorded ones:</p>
+      <p>Look at recorded runs:</p>
       <pre>telescope ui --demo</pre>
-      <p>or train one in ten minutes, without a GPU, in a clone of Telescope:</p>
+      <p>or train a model in ten minutes, without a GPU, in a clone of Telescope:</p>
       <pre>make demo</pre>
       <p>or open the folder of a run:</p>
       <pre>telescope ui RUN_DIR</pre>

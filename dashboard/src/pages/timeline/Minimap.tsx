@@ -36,6 +36,7 @@ export function Minimap({ from, to, view, used, waits, setView, label }: Minimap
       const most = Math.max(1, ...used.max.map((value) => value ?? 0));
       context.fillStyle = color("--dc");
       used.time.forEach((time, i) => {
+        // Whole pixels: neighbours that share one would have a seam.
         const [left, right] = [Math.floor(X(time)), Math.floor(X(used.time[i + 1] ?? to))];
         const height = (20 * (used.mean[i] ?? 0)) / most;
         context.fillRect(left, 28 - height, right - left, height);
