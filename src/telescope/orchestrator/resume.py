@@ -83,9 +83,8 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
         if any(name == "seed" or name.startswith("environments") for name in fixed):
             state = without_open_prompts(state)
     if state.groups and (names := [name for name in DISTRIBUTION if name in used]):
-        notes.append(
-            f"{pluralize(len(state.groups), 'finished group')} will be sampled again, with the new {' and '.join(names)}"
-        )
+        groups = pluralize(len(state.groups), "finished group")
+        notes.append(f"{groups} will be sampled again, with the new {' and '.join(names)}")
         state = without_finished_groups(state)
     before = _with_defaults(checkpoint.meta["config"])
     if note := _change_of_rate(checkpoint.step, before, config.values):
