@@ -137,8 +137,10 @@ def serve(arguments: argparse.Namespace, folders: list[Path], remotes: Sequence[
         server_header=False,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
+    server = uvicorn.Server(config)
+    app.state.is_closing = lambda: server.should_exit
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     except KeyboardInterrupt:
         pass
     finally:

@@ -65,6 +65,7 @@ def create_app(
     app.state.projects = Projects(list(remotes), app.state.documents)
     app.state.registry = Registry(roots, app.state.projects.remotes)
     app.state.static = static
+    app.state.is_closing = lambda: False  # of the server, whose streams must end by themselves
     add_routes(app)
 
     @app.get("/api/docs", include_in_schema=False)

@@ -24,6 +24,9 @@ LIVE_SECONDS = 1.0
 ENDED_SECONDS = 5.0
 """Time between two polls of an ended run, which may be resumed."""
 
+CHECK_SECONDS = 0.5
+"""Longest time between two checks whether the page or the server is gone."""
+
 KEEPALIVE_SECONDS = 10.0
 """Time between two empty events, which keep the connection open in proxies and show a page that the server works."""
 
@@ -91,7 +94,7 @@ async def run_events(
                 yield _event("tables", {"run": run_id, "tables": grown}, sent)
             changes = state == "live" or (copy is not None and copy.phase in ("listed", "syncing"))
             due[run_id] = LIVE_SECONDS if changes else ENDED_SECONDS
-        seconds = min(due.values())
+        seconds = min(CHECK_SECONDS, *due.values())
         silent += seconds
         if silent >= KEEPALIVE_SECONDS:
             silent = 0.0

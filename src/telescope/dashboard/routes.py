@@ -136,7 +136,7 @@ def events(
     async def is_gone() -> bool:
         for copy in copies.values():
             copy.open()  # a page shows the copy, so it is kept up to date
-        return await request.is_disconnected()
+        return request.app.state.is_closing() or await request.is_disconnected()
 
     copies = {name: copy for name, run in found.items() if (copy := registry.copy_in(run.files.run_dir)) is not None}
     stream = run_events(found, request.headers.get("last-event-id"), is_gone, copies)

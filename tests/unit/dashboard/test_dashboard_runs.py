@@ -276,6 +276,14 @@ async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypa
     assert (looks.count("live"), looks.count("ended")) == (6, 2)
 
 
+def test_a_stream_ends_with_its_server(root: Path):
+    """uvicorn would cancel it, and print a traceback for each open page."""
+    client = client_of(root)
+    client.app.state.is_closing = lambda: True
+    response = client.get("/api/events?run=first")
+    assert response.text.startswith("retry:") and "event:" not in response.text
+
+
 def test_ids_of_events_that_no_event_had_are_ignored():
     assert [parse_id(text) for text in (None, "", "a:steps=3", "[]", '{"a": {"steps": "x"}}')] == [{}] * 5
     sizes = {"ä~b": {"steps": 3, "logs": 9}, "c": {}}
