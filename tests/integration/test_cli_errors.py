@@ -334,3 +334,20 @@ def test_a_closed_output_ends_a_command_quietly(arguments, opened, tmp_path):
     done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "telescope", "train", "--config", "nowhere.yaml"]
+    assert subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=write_end).returncode == 2
+    os.close(write_end)
+
+
+def test_without_a_standard_error_nothing_of_it_is_in_the_output():
+    telescope = f"{sys.executable} -m telescope"
+    for arguments, code in ("config explain learning_rate", 0), ("config explain nothing", 2):
+        done = subprocess.run(
+            ["sh", "-c", f"{telescope} {arguments} 2>&-"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, "telescope:" in done.stdout) == (code, False)

@@ -67,12 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         print(end="", flush=True)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         if not (_has_lost_its_reader(sys.stdout) or _has_lost_its_reader(sys.stderr)):  # a connection broke
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
         sys.stderr.close()
+        code = code or _code_of(error.__context__)
     return code
+
+
+def _code_of(error: BaseException | None) -> int:
+    """Returns the exit code for an error, 0 for None or one that is not the user's, such as of a closed pipe."""
+    codes = {RunError: EXIT_FAILED, UserError: EXIT_BAD_INPUT, KeyboardInterrupt: EXIT_INTERRUPTED}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 0)
 
 
 def _has_lost_its_reader(stream: TextIO) -> bool:
@@ -87,10 +94,10 @@ def _run(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except (UserError, RunError) as error:
         _print_error(error)
-        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
-    except KeyboardInterrupt:
+        return _code_of(error)
+    except KeyboardInterrupt as error:
         print("Interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _code_of(error)
     except ModuleNotFoundError as error:
         from telescope.utils.packages import is_installed
 
@@ -115,6 +122,11 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs `main(argv)` as the entry point of the `telescope` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a command in the background ignores it
         signal.signal(signal.SIGINT, _exit_interrupted)
+    for descriptor, name in (1, "stdout"), (2, "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, such as a daemon: packages write to it all the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: a locale without an arrow ends no run
         sys.stdout.reconfigure(errors="backslashreplace")
     from telescope.utils.process import run_and_exit
