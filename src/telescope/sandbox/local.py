@@ -182,7 +182,9 @@ class LocalSandboxProvider(SandboxProvider):
             raise SandboxNotRunningError(CLOSED)
         self._creating[name] = task
         task.add_done_callback(lambda _: self._creating.pop(name, None))
-        num_processes = int(config.extra.get("max_processes", MAX_PROCESSES))
+        num_processes = config.extra.get("max_processes", MAX_PROCESSES)
+        if type(num_processes) is not int or num_processes < 1:
+            raise UserError(f"max_processes, in extra of a local sandbox, is {num_processes!r}: set a number from 1")
         memory, disk = int(config.memory_mb * 2**20), int(config.disk_size_gb * 2**30)
         cgroup = None
         if self._has_cgroups:
@@ -271,9 +273,12 @@ class LocalSandboxProvider(SandboxProvider):
 
 
 def _paths_of(config: SandboxConfig, option: str) -> list[Path]:
-    """Returns the path or paths in an option of `extra`. Raises `UserError` for a missing path."""
+    """Returns the path or paths in an option of `extra`. Raises `UserError` for a missing path, or another value."""
     named = config.extra.get(option) or []
-    paths = [Path(path) for path in ([named] if isinstance(named, str | Path) else named)]
+    named = named if isinstance(named, list | tuple) else [named]
+    if not all(isinstance(path, str | Path) for path in named):
+        raise UserError(f"{option}, in extra of a local sandbox, is {config.extra[option]!r}: set a path, or a list")
+    paths = list(map(Path, named))
     for path in paths:
         if not (path.is_absolute() and path.exists()):
             raise UserError(f"{str(path)!r}, in extra of a local sandbox, must be an absolute path that exists")

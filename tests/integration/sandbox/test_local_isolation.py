@@ -342,6 +342,8 @@ def test_a_closed_provider_answers_with_an_error():
         ({"extra": {"network": True}}, "no network"),
         ({"extra": {"read_only": "/nowhere/folder"}}, "'/nowhere/folder'"),
         ({"extra": {"read_only": ["src"]}}, "'src'"),
+        ({"extra": {"read_only": True}}, "read_only, in extra of a local sandbox, is True: set a path"),
+        ({"extra": {"max_processes": 0}}, "max_processes, in extra of a local sandbox, is 0: set a number"),
         ({"extra": {"endpoint": "/nowhere/socket"}}, "'/nowhere/socket'"),
     ],
 )
