@@ -145,7 +145,8 @@ def _tree(trial: Trial) -> Tree:
 
 def _output(text: str) -> Text:
     """Returns the end of an output, where tests and commands say what failed."""
-    return Text(plain(text).strip()[-OUTPUT_CHARACTERS:])
+    shown = plain(text).strip()
+    return Text(f"... {shown[-OUTPUT_CHARACTERS:]}" if len(shown) > OUTPUT_CHARACTERS else shown)
 
 
 def _unchecked(trials: list[Trial]) -> set[str]:
