@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import math
 import os
 import signal
 import time
@@ -160,6 +161,7 @@ class ChangeNotifier:
 
 
 EXIT_CODE = 130  # the exit code that shells expect from a program stopped by Ctrl-C
+ECHO_SECONDS = 0.5
 
 
 class Interrupt:
@@ -170,6 +172,7 @@ class Interrupt:
         self.phase = "stopping"
         """The status shows it after the first signal."""
         self._count = 0
+        self._first_at = -math.inf
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._on_first: list[Callable[[], object]] = []
         self._on_second: list[Callable[[], None]] = []
@@ -183,7 +186,7 @@ class Interrupt:
 
         An ignored SIGHUP stays ignored, so that `nohup` keeps a run going.
         """
-        loop.add_signal_handler(signal.SIGINT, self._signalled)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._terminated)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
@@ -213,6 +216,11 @@ class Interrupt:
             task.cancel()
             self._on_first.clear()
 
+    def _interrupted(self) -> None:
+        """Counts a Ctrl-C, but not its echo: `timeout` and launchers signal a process and then its group."""
+        if time.monotonic() - self._first_at > ECHO_SECONDS:
+            self._signalled()
+
     def _terminated(self, name: str = "SIGTERM") -> None:
         """Stops after the step. Ignores repeats, because schedulers send SIGTERM to a process and its group."""
         if not self.requested:
@@ -229,6 +237,7 @@ class Interrupt:
     def _signalled(self, name: str = "SIGINT") -> None:
         self._count += 1
         if self._count == 1:
+            self._first_at = time.monotonic()
             logger.info("%s was received: %s", name, self.phase)
             self._status.phase = f"{self.phase} (Ctrl-C again: at once)"
             actions, self._on_first = self._on_first, []

@@ -121,17 +121,22 @@ async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(inte
     assert not interrupt.requested
 
 
-TERM, HUP = signal.SIGTERM, signal.SIGHUP
+INT, TERM, HUP = STOP_SIGNALS
 
 
-@pytest.mark.parametrize("numbers", [(TERM, TERM, HUP, TERM), (HUP, HUP)], ids=["a scheduler", "a lost terminal"])
-async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed, numbers):
+@pytest.mark.parametrize(
+    "numbers",
+    [(INT, INT), (TERM, TERM, HUP, TERM), (HUP, HUP)],
+    ids=["timeout -s INT", "a scheduler", "a lost terminal"],
+)
+async def test_what_repeats_its_signal_still_ends_the_run_cleanly(installed, numbers, monkeypatch):
     for number in numbers:
         os.kill(os.getpid(), number)
         await tick(3)
     assert installed._count == 1
+    monkeypatch.setattr("telescope.orchestrator.supervision.ECHO_SECONDS", -1)
     with pytest.raises(Exited):
-        installed._signalled()  # Ctrl-C by an impatient person
+        installed._interrupted()  # Ctrl-C by an impatient person
 
 
 async def test_nohup_keeps_a_run_alive_on_sighup(interrupt):
