@@ -7,7 +7,7 @@ import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
 import type { RunInfo, Sentence, StepColumns } from "../../types";
 import { visible } from "../../text/hostile";
-import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve } from "./outcome";
+import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve, whyNone } from "./outcome";
 
 /** Number of evals in the card. The Evals page has the others. */
 const MOST = 3;
@@ -85,7 +85,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
           <CopyButton className="btn" title="Copy" label={`Copy ${visible(command.text)}`} text={() => command.text} />
         </span>
       ) : (
-        <span className="s d">{embedded ? "This file has no checkpoints." : best ? "Its files are not in the run directory." : live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set."}</span>
+        <span className="s d">{embedded ? "This file has no checkpoints." : best ? "Its files are not in the run directory." : whyNone(Number(info.config.checkpoint_every), live)}</span>
       )}
     </div>
   );

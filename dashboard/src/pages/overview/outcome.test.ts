@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import type { Costs, EvalRow, StepColumns } from "../../types";
 import { barsOf, priceOf } from "./costs";
-import { bestCheckpoint, commandsOf, curvesOf } from "./outcome";
+import { bestCheckpoint, commandsOf, curvesOf, whyNone } from "./outcome";
 
 const row = (name: string, number: number, version: number, accuracy: number | null, source = "live") =>
   ({ name, number, version, step: version - 1, accuracy, source, status: accuracy === null ? "failed" : "finished" }) as EvalRow;
@@ -34,6 +34,14 @@ test("commands name the checkpoint, and a resume of an older one its step", () =
   expect(commandsOf("runs/a", best, 40, null, true).map(({ does }) => does)).toEqual(["chat", "eval"]);
   expect(commandsOf("runs/a", null, undefined, "runs/a/model", false)[0]!.text).toBe("telescope chat runs/a/model");
   expect(commandsOf("runs/a", { ...best, kept: false }, undefined, null, false)).toEqual([]);
+});
+
+test("a run without a checkpoint says why, by checkpoint_every", () => {
+  expect(whyNone(10, true)).toBe("One is written every 10 steps.");
+  expect(whyNone(1, true)).toBe("One is written every step.");
+  expect(whyNone(10, false)).toBe("None is in the run directory.");
+  expect([Number(false), 0].map((every) => whyNone(every, false))).toEqual(["checkpoint_every was not set.", "checkpoint_every was not set."]);
+  expect(whyNone(0, true)).toBe("Set checkpoint_every to keep some.");
 });
 
 test("the bars hold every part once, in hours, also one that this version does not know", () => {
