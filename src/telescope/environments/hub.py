@@ -119,7 +119,8 @@ def read_local(owner: str, name: str, split: str | None, subset: str | None) -> 
         files = [file for file in _data_files(path) if is_of_split(file.stem) or file.parent.name == wanted]
         if not files:
             raise UserError(
-                f"{owner}: the folder {str(path)!r} has no data file of the split {wanted!r}. {_listed(path)}"
+                f"{owner}: the folder {str(path)!r} has no data file of the split {wanted!r}. {_listed(path)} Put the "
+                f"files of the split into a subfolder {wanted!r}, or give the path of one file."
             )
         if len(folders := sorted({str(file.parent.relative_to(path)) for file in files})) > 1:
             raise UserError(

@@ -51,6 +51,8 @@ FORMS = [
      "questions with answers", "1 x?\n\nA. pear\nB. pears", "A", "pear"),
     ({"question": "2?", "options": {"A": "1", "B": "2"}, "answer": "B"},
      "questions with answers", "2?\n\nA. 1\nB. 2", "B", "B"),
+    ({"question": "2?", "A": "1", "B": "2", "C": "", "answer": "B"}, "questions with answers",
+     "2?\n\nA. 1\nB. 2", "B", "2"),
     ({"question": "2?", "choices": {"text": ["1", "2"], "label": ["C", "D"]}, "answerKey": "D"},
      "questions with answers", "2?\n\nC. 1\nD. 2", "D", "2"),
     ({"question": "Is 2 a or b?", "choices": ["a", "b"], "answer": "b"}, "questions with answers", "Is 2 a or b?",
@@ -122,7 +124,8 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
     for split, count in (("train", 3), ("test", 2)):
         write(tmp_path / f"{split}.parquet", [VERL] * count)
     assert [len(made(str(tmp_path), **kwargs)) for kwargs in ({}, {"split": "test"})] == [3, 2]
-    with pytest.raises(UserError, match=r"no data file of the split 'dev'\. Data files in .*: test.parquet, train"):
+    message = r"no data file of the split 'dev'\. Data files in .*: test.parquet, train.*subfolder 'dev'"
+    with pytest.raises(UserError, match=message):
         len(made(str(tmp_path), split="dev"))
     write(tmp_path / "train-old.parquet", [VERL])
     assert len(made(str(tmp_path))) == 3

@@ -16,6 +16,8 @@ from telescope.utils.text import did_you_mean
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations", "text")
 IMAGES = ("images", "image")
 CHOICES = ("choices", "options")
+LETTERS = tuple("ABCDEFGHIJ")
+"""Columns with a choice each, as in a spreadsheet."""
 ANSWERS = (
     "reward_model.ground_truth",
     "answer",
@@ -53,8 +55,11 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
     if len(columns) == 1:
         return read_prompt(value_of(row, columns[0])), gold
     texts: list[str] = []
+    lettered = [column for column in columns if column in LETTERS]
     for column in columns:
         value = value_of(row, column)
+        if column in lettered:
+            value = {name: row[name] for name in lettered} if column == lettered[0] else None
         if choices := _read_choices(value):
             if not all(text in "".join(texts) for text in choices.values()):
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in choices.items()))
@@ -81,7 +86,7 @@ def _read_choices(value: Any) -> dict[str, str]:
         value = dict(zip(string.ascii_uppercase, value, strict=False))
     if not isinstance(value, dict) or {"role", "from"} & value.keys():
         return {}
-    return {str(letter): str(text) for letter, text in value.items() if text is not None}
+    return {str(letter): str(text) for letter, text in value.items() if text not in (None, "")}
 
 
 def read_prompt(value: Any) -> str | list[ChatMessage]:
@@ -227,7 +232,8 @@ def choose_columns(
         raise UserError(f"dataset: {path} has no prompt ({', '.join(PROMPTS)}). {it_has} Set prompt to a column.")
     if not named and isinstance(value_of(rows[0], chosen[0]), str):
         chosen += ["input"] if chosen == ["instruction"] and has("input") else []
-        chosen += [column for column in CHOICES if _read_choices(value_of(rows[0], column))][:1]
+        in_one = [column for column in CHOICES if _read_choices(value_of(rows[0], column))][:1]
+        chosen += in_one or [*filter(has, LETTERS)] * (has("A") and has("B"))
     gold = answer or next(filter(has, ANSWERS), None)
     if gold is None and needs_answer and chosen[0] in ("messages", "conversations"):
         gold = chosen[0]
