@@ -336,6 +336,15 @@ def test_a_closed_output_ends_a_command_quietly(arguments, opened, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("arguments", [["config", "explain", "learning_rate"], ["runs", "--json", "--root", "tests"]])
+def test_an_output_on_a_full_disk_ends_a_command_with_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "telescope", *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "telescope: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 def test_an_error_that_nobody_reads_keeps_its_exit_code():
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -12,6 +12,7 @@ and takes `DASHBOARD_FLAGS`; its other arguments are `--help` and `--version`.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import math
@@ -70,10 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         if not (_has_lost_its_reader(sys.stdout) or _has_lost_its_reader(sys.stderr)):  # a connection broke
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
+        _discard_output()
         sys.stderr.close()
         code = code or _code_of(error.__context__)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"telescope: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        code = EXIT_FAILED
     return code
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
 
 
 def _code_of(error: BaseException | None) -> int:
