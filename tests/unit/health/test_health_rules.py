@@ -164,3 +164,8 @@ def test_a_disk_is_nearly_full_by_share_and_bytes(free, total, level):
     found = rules.disk(free, total, "runs/demo")
     assert (found and found.level) == level
     assert found is None or "runs/demo" in found.text
+
+
+def test_a_small_disk_is_described_in_mib():
+    found = rules.disk(12.5 * 2**20, 64 * 2**20, "runs/demo")
+    assert found and found.text == "The disk of runs/demo has 12.5 MiB left of 64."
