@@ -139,8 +139,12 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
         found = {int(m[1]): child for child in children if (m := STEP_NAME.fullmatch(child.name))}
         complete = {n: child for n, child in sorted(found.items()) if _is_model(child)}
         model = RunFiles(path).model
-        if not complete and steps is None and is_run(path) and any(model.glob("*.safetensors")):
-            return [_target(model)]
+        if is_run(path) and any(model.glob("*.safetensors")):
+            final = _target(model)
+            if not complete and steps is None:
+                return [final]
+            if final.step is not None and final.step > max(complete, default=0):  # the last checkpoint was not written
+                complete[final.step] = model
         if not complete:
             raise UserError(
                 f"{source} has no complete checkpoint and no model: neither {META} nor {CONFIG} in it or in a step_N "

@@ -67,6 +67,14 @@ def test_a_run_without_checkpoints_is_its_final_model(run):
         find_targets(EvalCommand(), [str(run)])
 
 
+def test_a_final_model_of_a_later_step_than_all_checkpoints_is_the_newest(run):
+    for step, expected in (10, run / "checkpoints" / "step_10"), (12, run / "model"):
+        origin = {"checkpoint": {"step": step, "time": 1.0, "model": "m", "config_hash": "abc"}, "dtype": "as saved"}
+        (run / "model" / MARKER).write_text(json.dumps(origin))
+        assert find_targets(EvalCommand(), [str(run)])[-1].path == expected
+        assert find_targets(EvalCommand(), [str(run)], [step])[-1].path == expected
+
+
 def test_models_and_listed_checkpoints_are_measured_too_each_once(run, tmp_path):
     plain = write_model_folder(tmp_path / "plain")
     command = EvalCommand.model_validate(
