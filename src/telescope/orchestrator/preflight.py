@@ -27,13 +27,13 @@ from telescope.config.machine import (
     SHARED_MEMORY,
     existing_parent,
     free_block,
-    listen_problem,
     local_resources,
     ray_cluster_is_configured,
     require_port,
+    require_prometheus_address,
     visible_gpu_capabilities,
 )
-from telescope.config.memory import GIB, estimate_memory
+from telescope.config.memory import estimate_memory
 from telescope.config.messages import show
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import (
@@ -279,7 +279,7 @@ def check_shared_memory(config: TelescopeConfig) -> str:
             f"vLLM need {needed >> 20} MiB. Start the container with more, such as `docker run --shm-size=16g`, or "
             "lower inference_num_workers"
         )
-    return f"{free / GIB:.2f} GiB free in {SHARED_MEMORY}"
+    return f"enough for vLLM in {SHARED_MEMORY}"
 
 
 def check_environments(config: TelescopeConfig) -> None:
@@ -409,12 +409,7 @@ def check_ports(config: TelescopeConfig) -> str:
 def check_prometheus_address(config: TelescopeConfig) -> None:
     """Checks that the driver can serve Prometheus at its address."""
     if config.prometheus_address:
-        host, _, port = config.prometheus_address.rpartition(":")
-        if (problem := listen_problem(host.strip("[]"), int(port))) is not None:
-            raise ConfigError(
-                f"prometheus_address is {config.prometheus_address}, where the driver cannot listen: {problem}. "
-                "Choose another one"
-            )
+        require_prometheus_address(config.prometheus_address)
 
 
 def check_alert_command(config: TelescopeConfig) -> None:

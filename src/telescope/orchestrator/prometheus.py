@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from telescope.errors import UserError
+from telescope.config.machine import require_prometheus_address
 from telescope.orchestrator.status import RunStatus
 
 Metric = CounterMetricFamily | GaugeMetricFamily
@@ -74,14 +74,9 @@ class StatusCollector:
 
 
 def serve_status(address: str, status: RunStatus) -> Callable[[], None]:
-    """Serves `status` at `host:port`. Returns a function that stops it. Raises `UserError` for an unusable address."""
-    host, _, port = address.rpartition(":")
+    """Serves `status` at `host:port`. Returns a function that stops it. Raises `ConfigError` if it cannot."""
+    host, port = require_prometheus_address(address)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))
-    try:
-        server, _ = start_http_server(int(port), host.strip("[]"), registry)
-    except OSError as error:
-        raise UserError(
-            f"prometheus_address: {address} cannot be used: {error.strerror}. Choose another one"
-        ) from error
+    server, _ = start_http_server(port, host, registry)
     return server.shutdown

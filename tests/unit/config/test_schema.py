@@ -37,7 +37,7 @@ def test_no_text_is_blank(name):
             config(**{name: text})
 
 
-@pytest.mark.parametrize("address", ["9400", ":9400", "host:", "host:x", "a host:9400", "host:99999", ""])
+@pytest.mark.parametrize("address", ["9400", ":9400", "host:", "host:x", "a host:9400", "host:99999", "host:0", ""])
 def test_an_address_for_prometheus_has_a_host_and_a_port(address):
     with pytest.raises(ValidationError, match="it must be HOST:PORT"):
         config(prometheus_address=address)

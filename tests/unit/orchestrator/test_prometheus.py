@@ -37,7 +37,7 @@ def test_a_run_is_served_as_it_is_at_each_question():
         assert numbers()["telescope_tokens_total"] == 5000
         assert numbers()["telescope_step_reward_mean"] == 0.25
         assert "telescope_step_grad_norm" not in numbers(), "not a number"
-        with pytest.raises(UserError, match=f"prometheus_address: {address} cannot be used"):
+        with pytest.raises(UserError, match=f"prometheus_address is {address}, where the driver cannot listen: in use"):
             serve_status(address, status)
     finally:
         end()
