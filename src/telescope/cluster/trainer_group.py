@@ -173,7 +173,7 @@ class TrainerGroup:
     def topology(self) -> dict[str, str]:
         """Returns node and device of each rank, after `setup`."""
         places = enumerate(zip(self._nodes, self._devices, strict=True))
-        return {f"trainer rank {rank}": f"{node}, {device}" for rank, (node, device) in places}
+        return {f"trainer rank {rank}": f"{node}, {device.replace('cpu', 'CPU')}" for rank, (node, device) in places}
 
     async def warm_up(self) -> list[Span]:
         """Compiles what the first training step would compile. Returns the span of each rank.
