@@ -106,8 +106,14 @@ _BINS = (
 )
 
 
+EVAL_NAME = (
+    "coalesce(name, '') || CASE WHEN min(number) OVER (PARTITION BY name) < max(number) OVER (PARTITION BY name) "
+    "THEN '#' || number ELSE '' END"
+)
+"""Name of an eval in `evals`, with its number where the run has several of that name."""
+
 KNOWN = (
-    "coalesce(name, '') AS name, coalesce(source, 'live') AS source, coalesce(status, 'finished') AS status, "
+    f"{EVAL_NAME} AS name, coalesce(source, 'live') AS source, coalesce(status, 'finished') AS status, "
     "coalesce(version, step + 1) AS version, coalesce(num_items, 0) AS num_items, "
     "coalesce(num_completions, 1) AS num_completions, coalesce(num_scored, 0) AS num_scored"
 )

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import time
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from fastapi import Query
 
 import telescope
 from telescope.dashboard import api
+from telescope.dashboard.curves import EVAL_NAME
 from telescope.dashboard.models import FROM_SUMMARY, Now
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
@@ -169,11 +169,9 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
     """Returns the accuracies of the run's own evals, ordered by step."""
     visible = store.visible()
     store.refresh("evals")
-    names = "name, number, step, accuracy, accuracy_low, accuracy_high"
+    names = f"{EVAL_NAME}, step, accuracy, accuracy_low, accuracy_high"
     where = f"{visible} AND source IS DISTINCT FROM 'standalone' AND isfinite(accuracy)"
-    rows = store.fetch(f"SELECT {names} FROM evals WHERE {where} ORDER BY step, number")
-    numbers = Counter(name for name, _ in {(name, number) for name, number, *_ in rows})
-    return [EvalPoint(f"{name}#{number}" if numbers[name] > 1 else name, *rest) for name, number, *rest in rows]
+    return [EvalPoint(*row) for row in store.fetch(f"SELECT {names} FROM evals WHERE {where} ORDER BY step, number")]
 
 
 def compare(registry: Registry, runs: Annotated[list[str], Query()], equal: bool = False) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from tests.unit.orchestrator.fakes import gini
 
 from telescope.cli.ui import address, choose_places, listen
 from telescope.dashboard import events
-from telescope.dashboard.curves import eval_samples
+from telescope.dashboard.curves import eval_samples, evals
 from telescope.dashboard.events import parse_id, run_events
 from telescope.dashboard.registry import SEARCH_SECONDS
 from telescope.dashboard.remote import RemoteCopy
+from telescope.dashboard.runs import eval_points
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run
@@ -127,6 +128,18 @@ def test_statistics_of_a_step_that_was_killed_are_not_looked_for_again(tmp_path)
         recorder.write("steps", {"step": 1, **metrics})
     assert store.steps()[2]["sample_metrics/wordle/correct/std"] == [0.5, 0.7]
     assert not store._steps._pending
+
+
+def test_evals_of_one_name_are_told_apart_by_their_numbers(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number, name in enumerate(("a", "b", "a")):
+            recorder.write(
+                "evals", {"eval_id": f"{number}", "name": name, "number": number, "step": 3, "accuracy": 0.5}
+            )
+        recorder.write("evals", {"eval_id": "again", "name": "b", "number": 1, "step": 3, "source": "standalone"})
+    store = RunStore(Run(tmp_path / "run"))
+    assert [row["name"] for row in evals(store)] == ["a#0", "b", "b", "a#2"]
+    assert [point.name for point in eval_points(store)] == ["a#0", "b", "a#2"]
 
 
 def test_an_answer_of_an_eval_that_was_sampled_again_replaces_the_one_that_failed(tmp_path):

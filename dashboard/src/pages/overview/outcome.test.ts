@@ -10,7 +10,6 @@ const steps = { step: [], metrics: { timing_checkpoint: [] } } as unknown as Ste
 test("evals come in the order of the config, each from its first to its newest result", () => {
   const curves = curvesOf([row("b", 1, 10, 0.5), row("a", 0, 10, 0.2), row("b", 1, 0, 0.1), row("c", 2, 0, null)]);
   expect(curves.map(({ name, rows }) => [name, rows.map((one) => one.accuracy)])).toEqual([["a", [0.2]], ["b", [0.1, 0.5]]]);
-  expect(curvesOf([row("a", 0, 0, 0.2), row("a", 1, 0, 0.4)]).map(({ name }) => name)).toEqual(["a#0", "a#1"]);
 });
 
 test("the best checkpoint is the one with the best result, and the later of equal ones", () => {

@@ -10,17 +10,12 @@ export interface EvalCurve {
   rows: EvalRow[];
 }
 
-/** Returns the finished results of each eval of the config, in its order. Evals of one name are numbered. */
+/** Returns the finished results of each eval of the config, in its order. */
 export function curvesOf(evals: EvalRow[]): EvalCurve[] {
-  const keys = [...new Map(evals.map((row) => [`${row.number ?? 0}/${row.name}`, row])).entries()];
-  return keys
-    .map(([key, { name, number }]) => {
-      const isRepeated = keys.filter(([, other]) => other.name === name).length > 1;
-      const rows = curveOf(evals.filter((row) => `${row.number ?? 0}/${row.name}` === key));
-      return { name: isRepeated ? `${name}#${number ?? 0}` : name, number: number ?? 0, rows };
-    })
+  return [...new Set(evals.map((row) => row.name))]
+    .map((name) => ({ name, rows: curveOf(evals.filter((row) => row.name === name)) }))
     .filter((curve) => curve.rows.length > 0)
-    .sort((a, b) => a.number - b.number);
+    .sort((a, b) => (a.rows[0]!.number ?? 0) - (b.rows[0]!.number ?? 0));
 }
 
 export interface Best {
