@@ -139,6 +139,7 @@ class Alerts:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s", message, extra=REPORTED)
+            self._recorder.write("alerts", {"time": time.time(), "level": "warning", "kind": "log", "message": message})
 
 
 def _keep(source: int, path: Path) -> None:

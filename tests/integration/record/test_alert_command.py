@@ -91,6 +91,8 @@ def test_a_failing_command_is_one_warning_which_does_not_run_it_again(
     assert line.levelno == logging.WARNING and "ended with exit code 3" in line.getMessage()
     assert vars(line)["is_reported"]
     assert "no route" in Path(line.getMessage().rpartition(" is in ")[2]).read_text()
+    assert alerts._recorder.flush()
+    assert Run(tmp_path / "run").table("alerts")["message"].to_pylist()[3:] == [line.getMessage()]
 
 
 def test_a_program_that_cannot_be_started_is_one_warning(
@@ -140,8 +142,8 @@ def test_a_run_never_waits_for_the_command_and_records_what_the_queue_cannot_tak
         alerts.add({**ROW, "step": step})
     assert caplog.text.count("3 alerts wait for alert_command") == 1
     alerts.close()
-    alerts._recorder.flush()
-    assert Run(tmp_path / "run").table("alerts")["step"].to_pylist() == list(range(20))
+    assert alerts._recorder.flush()
+    assert Run(tmp_path / "run").table("alerts")["step"].drop_null().to_pylist() == list(range(20))
 
 
 def test_a_command_that_prints_without_end_is_ended_and_its_log_stays_small(
