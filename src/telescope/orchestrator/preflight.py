@@ -340,11 +340,13 @@ def check_open_files(config: TelescopeConfig) -> str:
     if most is None:
         return "no limit" if hard == resource.RLIM_INFINITY else f"a process may open {hard:,}"
     slots = config.num_inference_servers * config.lanes_per_server
+    can_lower = most < config.max_concurrent_prompts_per_server
+    lower = f", or set max_concurrent_prompts_per_server to at most {most}" if can_lower else ""
     raise ConfigError(
         f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
         f"{config.group_size} and {config.num_inference_servers} servers is {slots:,} samples in flight, each with a "
-        f"connection, and a process may open {hard:,} files here. Raise that limit (`ulimit -Hn`, or LimitNOFILE of a "
-        f"service), or set max_concurrent_prompts_per_server to at most {most}"
+        f"connection, and a process may open {hard:,} files here. Raise that limit to {slots + OTHER_OPEN_FILES:,} "
+        f"(`ulimit -Hn`, or LimitNOFILE of a service){lower}"
     )
 
 

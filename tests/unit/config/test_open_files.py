@@ -25,3 +25,9 @@ def test_more_request_slots_than_open_files_are_refused_with_the_fix(monkeypatch
 def test_no_limit_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
     check_open_files(config_of(max_concurrent_prompts_per_server=4096))
+
+
+def test_a_limit_that_no_number_of_prompts_fits_is_refused_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    with pytest.raises(ConfigError, match=r"Raise that limit to 544 \([^)]*\)$"):
+        check_open_files(config_of(max_concurrent_prompts_per_server=1))
