@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from telescope.utils.text import listed
+from telescope.utils.text import free_space, listed
 
 Values = Sequence[float | None]
 Columns = Mapping[str, Values]
@@ -458,7 +458,6 @@ def disk(free: float, total: float, folder: str) -> Finding | None:
     """Finds a disk on which a checkpoint may not fit (below 5 % and 20 GiB), or not even the record (below 1 GiB)."""
     if free >= NOTHING_BYTES and (free >= LITTLE_BYTES or free >= LITTLE_SHARE * total):
         return None
-    unit, name = (GIB, "GiB") if total >= 10 * GIB else (2**20, "MiB")
-    text = f"The disk of {folder} has {free / unit:.1f} {name} left of {total / unit:,.0f}."
+    text = f"The disk of {folder} has {free_space(free, total)} left."
     advice = "Free space, or set checkpoint_keep_last. The run continues when the disk is full, but loses checkpoints."
     return Finding("disk", "nearly full", text, advice, (), "error" if free < NOTHING_BYTES else "warning")

@@ -36,7 +36,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import PROGRESS_SECONDS
 from telescope.record.files import read_json, replace_json, sync
 from telescope.utils.digests import damage, digests_of, files_below
-from telescope.utils.text import pluralize, single_line
+from telescope.utils.text import free_space, pluralize, single_line
 from telescope.weights.model_folder import base_weights
 
 if TYPE_CHECKING:
@@ -402,6 +402,7 @@ class Checkpointer:
 def with_free_space(error: OSError, folder: Path) -> str:
     """Returns the error's text with the disk's free space, because torch's message for a full disk does not name it."""
     try:
-        return f"{error} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are free on its disk)"
+        usage = shutil.disk_usage(folder)
     except OSError:
         return str(error)
+    return f"{error} (the disk of {folder.parent} has {free_space(usage.free, usage.total)} left)"

@@ -71,6 +71,12 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def free_space(free: float, total: float) -> str:
+    """Returns `0.3 of 64 MiB` or `11.2 of 252 GiB`, for bytes of a disk."""
+    unit, name = (2**30, "GiB") if total >= 10 * 2**30 else (2**20, "MiB")
+    return f"{free / unit:.1f} of {total / unit:,.0f} {name}"
+
+
 def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
     """Returns the first `most` names, and the number of the others."""
     names = list(names)

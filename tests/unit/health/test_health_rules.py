@@ -168,4 +168,4 @@ def test_a_disk_is_nearly_full_by_share_and_bytes(free, total, level):
 
 def test_a_small_disk_is_described_in_mib():
     found = rules.disk(12.5 * 2**20, 64 * 2**20, "runs/demo")
-    assert found and found.text == "The disk of runs/demo has 12.5 MiB left of 64."
+    assert found and found.text == "The disk of runs/demo has 12.5 of 64 MiB left."
