@@ -3,7 +3,7 @@
 from typing import Any
 
 from telescope.dashboard.api import Integer
-from telescope.dashboard.samples import NUMBERS, Filters
+from telescope.dashboard.samples import NUMBERS, Filters, leave_out_common_prefix
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
 from telescope.errors import UserError
@@ -140,8 +140,8 @@ def eval_samples(store: RunStore, attempt: Integer, eval_id: str) -> list[Row]:
         raise NotFoundError(f"Attempt {attempt} has no eval {eval_id!r}.")
     metric = found[0]["metric"] or "reward"
     rows = store.rows(
-        "SELECT e.attempt, e.sample_id, e.item, e.completion, s.prompt_key, s.step, s.tags, s.stop_reason, "
-        "s.completion_tokens, CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward "
+        "SELECT e.attempt, e.sample_id, e.item, e.completion, s.prompt_key, s.environment, s.step, s.tags, "
+        "s.stop_reason, s.completion_tokens, CASE WHEN s.status = 'masked' THEN NULL WHEN ? = 'reward' THEN s.reward "
         "ELSE s.metrics[?] END AS score FROM eval_samples e JOIN samples s USING (attempt, sample_id) "
         "WHERE e.attempt = ? AND e.eval_id = ? "
         "QUALIFY row_number() OVER (PARTITION BY e.item, e.completion ORDER BY score IS NULL) = 1 "
@@ -149,10 +149,11 @@ def eval_samples(store: RunStore, attempt: Integer, eval_id: str) -> list[Row]:
         [metric, metric, attempt, eval_id],
     )
     texts = store.beginnings(rows, TEXT)
+    leave_out_common_prefix(texts, rows)
     samples = store.of_samples("samples", map(key_of, rows), columns=f"{KEY}, golden")
     for row in rows:
         text, (sample, *_) = texts[key_of(row)], samples[key_of(row)] or [{}]
         row.update({"prompt": text["prompt"], "answer": text["answer"] or "", "tags": row["tags"] or {}})
         row["golden"] = sample.get("golden") or {}
-        del row["prompt_key"]
+        del row["prompt_key"], row["environment"]
     return rows

@@ -252,18 +252,24 @@ def _filtered(store: RunStore, filters: Filters) -> Iterator[tuple[View, list[st
 def beginnings(store: RunStore, members: Sequence[Row]) -> dict[Key, Row]:
     """Returns `RunStore.beginnings` of some samples, without the common prefix of an environment's prompts."""
     texts = store.beginnings(members, COMPARED)
+    leave_out_common_prefix(texts, members)
+    for text in texts.values():
+        text.update({"prompt": text["prompt"][:BEGINNING], "answer": (text["answer"] or "")[:BEGINNING]})
+    return texts
+
+
+def leave_out_common_prefix(texts: Mapping[Key, Row], members: Sequence[Row]) -> None:
+    """Shortens the prompts in `texts`, which often begin with the same instruction in all samples of an environment."""
     prompts: dict[str | None, set[str]] = defaultdict(set)
     for row in members:
-        prompts[row["environment"]].add(texts.get(key_of(row), {}).get("prompt") or "")
+        prompts[row["environment"]].add(texts[key_of(row)]["prompt"])
     ends = {environment: (min(some), max(some)) for environment, some in prompts.items() if len(some) > 1}
     same = {environment: first[: num_equal(first, last)] for environment, (first, last) in ends.items()}
     for row in members:
-        if text := texts.get(key_of(row)):
-            prompt, prefix = text["prompt"] or "", same.get(row["environment"], "")
-            cut = max(prefix.rfind(" "), prefix.rfind("\n")) + 1
-            text["prompt"] = (f"… {prompt[cut:]}" if cut > SAME else prompt)[:BEGINNING]
-            text["answer"] = (text["answer"] or "")[:BEGINNING]
-    return texts
+        prefix = same.get(row["environment"], "")
+        cut = max(prefix.rfind(" "), prefix.rfind("\n")) + 1
+        if cut > SAME and (text := texts[key_of(row)])["prompt"].startswith(prefix):
+            text["prompt"] = f"… {text['prompt'][cut:]}"
 
 
 def _order(sort: str) -> str:

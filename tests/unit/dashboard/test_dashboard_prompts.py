@@ -115,3 +115,16 @@ def test_a_list_shows_the_last_message_of_the_user_and_not_the_system_prompt(tmp
         write_sample(recorder, {**sample_rows(0)[0], "prompt_text": "rendered", "messages": messages})
     (row,) = client_of(tmp_path).get("/api/runs/run/samples").json()["rows"]
     assert "Make é 7" in row["prompt"][:30]
+
+
+def test_items_of_an_eval_are_listed_without_the_instruction_that_all_have(tmp_path):
+    same = "Think step by step, and put your final answer within the box."
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("evals", {"eval_id": "e", "name": "own", "step": 0})
+        for item, row in enumerate(sample_rows(0)[:2]):
+            prompt = f"<|im_start|>user\n{same}\n\n{item} + 1?<|im_end|>\n"
+            write_sample(recorder, {**row, "status": "eval", "environment": "own", "prompt_text": prompt})
+            recorder.write("eval_samples", {"eval_id": "e", "sample_id": row["sample_id"], "step": 0, "item": item})
+    client = client_of(tmp_path)
+    rows = client.get("/api/runs/run/evals/1/e/samples").json()
+    assert [row["prompt"] for row in rows] == ["… 0 + 1?", "… 1 + 1?"]
