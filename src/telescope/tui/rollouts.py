@@ -19,7 +19,7 @@ from telescope.dashboard.samples import FACETS, NUMBERS, Filters, SampleQuery, s
 from telescope.errors import UserError
 from telescope.tui.pages import Page, next_of
 from telescope.tui.text import number, safe
-from telescope.utils.text import single_line
+from telescope.utils.text import pluralize, single_line
 
 NUM_ROWS = 300
 TEXTS = ("status", "environment", "sample_id")
@@ -166,10 +166,13 @@ class RolloutsPage(Page):
 
 def _cells(row: dict[str, Any]) -> list[Text]:
     """Returns a cell for each of `COLUMNS`, with texts left-aligned and numbers right-aligned."""
-    return [
+    cells = [
         Text(single_line(row[name])) if name in TEXTS else Text(number(row[name], 3), justify="right")
         for name in COLUMNS.values()
     ]
+    if row["eval_name"]:  # as in the pages: after how many steps
+        cells[0] = Text(f"◇{number(row['step'] + 1)}", justify="right")
+    return cells
 
 
 def draw_sample(sample: dict[str, Any]) -> RenderableType:
@@ -182,7 +185,10 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     numbers |= {single_line(name): number(value) for name, value in sample["metrics"].items()}
     head = Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in numbers.items())
     why = f" ({single_line(sample['reason'])})" if sample["reason"] else ""
-    title = (single_line(sample["sample_id"]), single_line(sample["environment"]), f"step {number(sample['step'])}")
+    step = f"step {number(sample['step'])}"
+    if sample["eval_name"]:
+        step = f"eval {single_line(sample['eval_name'])} after {pluralize(sample['step'] + 1, 'step')}"
+    title = (single_line(sample["sample_id"]), single_line(sample["environment"]), step)
     parts: list[RenderableType] = [Text("  ".join((*title, f"{sample['status']}{why}")), "bold"), head]
     if sample["failure_message"]:
         parts += [Text(), safe(sample["failure_message"], "yellow")]

@@ -149,6 +149,16 @@ async def test_training_samples_are_not_buried_under_those_of_evals(replayed: Pa
     ]
 
 
+async def test_an_eval_before_training_is_after_0_steps(tmp_path: Path, open_view: Open) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        row = {"sample_id": "e-0", "step": -1, "status": "eval", "eval_name": "held", "group_id": -1}
+        recorder.write("samples", row)
+    async with open_view(tmp_path / "run") as view:
+        await view.press("3", "e")
+        assert view.text("#sample").startswith("e-0    eval held after 0 steps")
+        assert str(view.app.screen.query_one(DataTable).get_cell_at((0, 0))) == "◇0"
+
+
 async def test_a_narrow_terminal_shows_the_first_columns_of_samples_and_scrolls_to_the_others(
     replayed: Path, open_view: Open
 ) -> None:
