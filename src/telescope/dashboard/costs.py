@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from telescope.dashboard.store import RunStore
+from telescope.record.query import sql_text
 
 GPUS = re.compile(r"([\d.]+) GPUs?$")
 """Matches an engine's number of GPUs at the end of its place in `topology`."""
@@ -41,7 +42,10 @@ def costs(store: RunStore) -> dict[str, Any]:
         times.setdefault(number, []).append(end or 0.0)
     first: dict[int, float] = {}
     tokens: Counter[str] = Counter()
-    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part"):
+    store.refresh("evals")
+    later = store.fetch("SELECT eval_id FROM evals WHERE source = 'standalone'")  # on engines of their own
+    own = " AND ".join(["true", *(f"NOT starts_with(sample_id, {sql_text(name)})" for (name,) in later)])
+    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part", own):
         tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
         times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
         first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))

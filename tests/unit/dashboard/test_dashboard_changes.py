@@ -116,7 +116,7 @@ def test_the_hours_of_engines_and_ranks_are_divided_completely(store: RunStore) 
     assert (found["trainer"]["forward"], found["trainer"]["other"], found["trainer"]["outside steps"]) == (24, 36, 10)
 
 
-def test_the_hours_of_several_attempts_leave_out_the_time_between_them(tmp_path: Path) -> None:
+def test_the_hours_of_several_attempts_leave_out_the_time_between_them_and_later_evals(tmp_path: Path) -> None:
     topology = {"trainer rank 0": "a, cuda:0", "inference server 0": "a, 1 GPUs"}
     for attempt, began, first_step in ((1, 100.0, 0), (2, 500.0, 2)):
         with Recorder(tmp_path / "run", attempt=attempt) as recorder:
@@ -127,6 +127,10 @@ def test_the_hours_of_several_attempts_leave_out_the_time_between_them(tmp_path:
             recorder.write("steps", {"step": first_step, "metrics": metrics, **times})
             row = sample(first_step, "easy", 1, 1.0)
             recorder.write("samples", {**row, "started_at": began + 4, "finished_at": began + 15})
+            # An eval of a checkpoint, hours later.
+            recorder.write("evals", {"eval_id": "later-eval0", "source": "standalone", "step": first_step})
+            later = {"sample_id": "later-eval0-0", "status": "eval", "completion_tokens": 50}
+            recorder.write("samples", {**row, **later, "started_at": began + 9000, "finished_at": began + 9001})
     found = costs(RunStore(Run(tmp_path / "run")))
     # 20 and 40 s: the engine waits 4 s of each for its first request, and then 3 s for the trainer.
     assert found["engines"] == {"kept": pytest.approx(46 * 2 / 3), "lost": pytest.approx(46 / 3), "idle": 6, "start": 8}
