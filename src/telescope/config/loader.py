@@ -138,7 +138,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         typed, equals, text = argument[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in TelescopeConfig.model_fields:
-            known = (*TelescopeConfig.model_fields, "config", "dry-run")
+            flags = {"config", "dry-run"} - {name.replace("_", "-")}  # of telescope train; other commands lack them
+            known = (*TelescopeConfig.model_fields, *flags)
             raise ConfigError(unknown_field(typed, known, "command line"))
         if not equals:
             if position < len(arguments) and not arguments[position].startswith("--"):

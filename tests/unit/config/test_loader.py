@@ -128,6 +128,11 @@ def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
 
 
+@pytest.mark.parametrize("typed", ["dry-run", "dry_run", "config"])
+def test_a_flag_that_only_train_has_is_not_suggested_for_itself(typed):
+    assert f"Did you mean '{typed.replace('_', '-')}'" not in error_of(None, f"--{typed}")
+
+
 def test_unknown_names_without_resemblance_get_no_suggestion():
     message = error_of(None, "--zzzz", "1")
     assert "Did you mean" not in message
