@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seeds, arguments.steps = [0], 10
+        arguments.seeds, arguments.steps = [0], arguments.steps or 10
     steps = {"number_of_steps": arguments.steps or STEPS}
     runs = [
         (name, DemoRun(seed, {**TASKS[name][1], **steps}, model=TASKS[name][0]))

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seeds, arguments.steps = [0], 15
+        arguments.seeds, arguments.steps = [0], arguments.steps or 15
     steps = {"number_of_steps": arguments.steps or STEPS}
     # Seeds in the outer loop, so that an interrupted benchmark has every algorithm once.
     runs = [

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--kwargs", type=yaml.safe_load, default={}, help="of its environments, as {agent: checker}")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seeds, arguments.kinds, arguments.steps = [0], ["untied"], 20
+        arguments.seeds, arguments.kinds, arguments.steps = [0], ["untied"], arguments.steps or 20
 
     fields: dict[str, Any] = {} if arguments.steps is None else {"number_of_steps": arguments.steps}
     if arguments.kwargs:
