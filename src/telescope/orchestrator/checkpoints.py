@@ -31,6 +31,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_checkpoint_dir
 from telescope.config.messages import show
 from telescope.errors import UserError
+from telescope.health import rules
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import PROGRESS_SECONDS
@@ -405,4 +406,5 @@ def with_free_space(error: OSError, folder: Path) -> str:
         usage = shutil.disk_usage(folder)
     except OSError:
         return str(error)
-    return f"{error} (the disk of {folder.parent} has {free_space(usage.free, usage.total)} left)"
+    space = f"the disk of {folder.parent} has {free_space(usage.free, usage.total)} left"
+    return f"{space} ({error})" if rules.disk(usage.free, usage.total, "") else f"{error} ({space})"

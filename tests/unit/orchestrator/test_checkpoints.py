@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder
+from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder, with_free_space
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
 from telescope.orchestrator.status import RunStatus
@@ -227,3 +228,9 @@ def test_partial_checkpoints_are_ignored_and_removed(tmp_path):
         folder.load(9)
     folder.continue_after(0)
     assert [path.name for path in tmp_path.iterdir()] == ["step_9"]
+
+
+def test_a_full_disk_is_named_before_what_torch_says_of_it(tmp_path, monkeypatch):
+    error = OSError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000, total=34 << 20))
+    assert with_free_space(error, tmp_path / "partial") == f"the disk of {tmp_path} has 0.0 of 34 MiB left ({error})"
