@@ -110,8 +110,9 @@ class AgentRollout:
             await asyncio.gather(*self._loops, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
-        if context.program_error and not rollout.trajectory.turns:
-            raise EnvironmentFailure(f"its program made no call that was answered; {context.program_error}")
+        errors = filter(None, [context.program_error, *(sandbox.program_error for sandbox in self._sandboxes)])
+        if not rollout.trajectory.turns and (error := next(errors, None)):
+            raise EnvironmentFailure(f"its program made no call that was answered; {error}")
         rollout.trajectory.chat_rewards = {
             name: finite_number(chat.reward, f"the reward of the chat {name!r}")
             for name, chat in context.chats.items()

@@ -24,6 +24,7 @@ from telescope.sandbox.activity import SAMPLE, measured
 from telescope.sandbox.base import ENDPOINT_PORT, ExecResult, SandboxConfig, SandboxHandle, SandboxProvider
 from telescope.sandbox.errors import SandboxBusyError, SandboxError, SandboxSetupError
 from telescope.sandbox.ledger import SandboxLedger
+from telescope.utils.process import describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +236,8 @@ class Sandbox:
     def __init__(self, pool: GenericSandboxPool, handle: SandboxHandle, *, endpoint: str = "") -> None:
         self.pool, self.handle = pool, handle
         self._endpoint = endpoint.removesuffix("/v1")
+        self.program_error: str | None = None
+        """How the last command that failed ended."""
 
     async def run(
         self, command: str, *, env: Mapping[str, str] | None = None, timeout: float = 60, cwd: str | None = None
@@ -248,7 +251,10 @@ class Sandbox:
             raise UserError(f"run got {command!r:.80}: give the text of a shell command (shlex.join)")
         variables = {name: self._inside(str(value)) for name, value in (env or {}).items()}
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
-        return await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
+        result = await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
+        if result.exit_code:
+            self.program_error = f"a command {describe_exit(result.exit_code)}: {result.stderr.strip()[-200:]}"
+        return result
 
     async def write(self, path: str, content: str | bytes) -> None:
         """Writes a file and creates its parent folders."""

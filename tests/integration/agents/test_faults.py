@@ -139,6 +139,25 @@ async def test_a_fault_of_an_agent_trains_only_what_it_was_answered(bench: Any, 
     assert made.slots.num_leased == 0
 
 
+async def lacks_a_package(context: RolloutContext) -> str:
+    return str(await context.run([sys.executable, "-c", "import no_such_sdk"]))
+
+
+async def lacks_a_package_in_its_sandbox(context: RolloutContext) -> str:
+    return str(await (await context.sandbox()).run("python3 -c 'import no_such_sdk'", env=context.env()))
+
+
+@pytest.mark.parametrize(
+    "act", [lacks_a_package, pytest.param(lacks_a_package_in_its_sandbox, marks=pytest.mark.sandbox)]
+)
+async def test_a_program_that_made_no_call_is_a_failure_with_its_error(bench: Any, act: Any) -> None:
+    sample = await (await bench(Faulty, [], act=act)).run()
+    assert sample.failure_kind == "environment"
+    assert "made no call that was answered" in sample.failure_message
+    assert "ended with exit code 1" in sample.failure_message
+    assert "No module named 'no_such_sdk'" in sample.failure_message
+
+
 async def test_an_agent_that_hangs_masks_its_sample(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
