@@ -192,11 +192,8 @@ class Endpoint:
             raise Refusal(message, 401, "invalid_api_key")
         path = _PATH.fullmatch(request.raw_path)
         route = path[2] if path else ""
-        if (request.method, route) == ("GET", "models"):  # has the fields that the clients of both providers expect
-            shared = {"object": "model", "type": "model", "owned_by": "telescope", "lifecycle": "active"}
-            made = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-            data = [{"id": name, "display_name": name, **shared, **made} for name in self.models]
-            return web.Response(body=_encode({"object": "list", "data": data, "has_more": False}), content_type=_JSON)
+        if request.method == "GET" and route.split("/")[0] == "models":
+            return web.Response(body=_encode(self._describe(unquote(route[len("models/") :]))), content_type=_JSON)
         counts = route == "messages/count_tokens"
         dialect = rollout.dialects.get("messages" if counts else route)
         if path is None or request.method != "POST" or dialect is None:
@@ -234,6 +231,21 @@ class Endpoint:
         finally:
             rollout.num_requests -= 1
 
+    def _check(self, model: Any) -> None:
+        if model not in self.models:
+            message = f"The model `{model}` does not exist or you do not have access to it. There is: "
+            raise Refusal(message + ", ".join(self.models), 404, "model_not_found", "model")
+
+    def _describe(self, model: str) -> Body:
+        """Returns a model, or the list of all, with the fields that the clients of both providers expect."""
+        shared = {"object": "model", "type": "model", "owned_by": "telescope", "lifecycle": "active"}
+        made = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        data = [{"id": name, "display_name": name, **shared, **made} for name in self.models]
+        if not model:
+            return {"object": "list", "data": data, "has_more": False}
+        self._check(model)
+        return data[self.models.index(model)]
+
     def _parse(self, raw: bytes, dialect: Dialect) -> tuple[Call, Body]:
         try:
             body = _decode(raw)
@@ -241,10 +253,7 @@ class Endpoint:
             body = None
         if not isinstance(body, dict):
             raise Refusal("We could not parse the JSON body of your request: it must be a JSON object.")
-        model = body.setdefault("model", self.models[0])
-        if model not in self.models:
-            message = f"The model `{model}` does not exist or you do not have access to it. There is: "
-            raise Refusal(message + ", ".join(self.models), 404, "model_not_found", "model")
+        self._check(body.setdefault("model", self.models[0]))
         try:
             return dialect.read(body), body
         except KeyError as error:

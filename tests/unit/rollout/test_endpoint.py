@@ -174,6 +174,11 @@ async def test_conversations_are_named_by_path_or_header(policy):
 async def test_models_are_listed_and_tokens_counted_without_a_call(policy):
     listed = [model.id async for model in policy.openai().models.list()]
     assert listed == [model.id async for model in policy.anthropic().models.list()] == ["policy", "org/model"]
+    for name in listed:
+        assert (await policy.openai().models.retrieve(name)).id == name
+        assert (await policy.anthropic().models.retrieve(name)).id == name
+    with pytest.raises(openai.NotFoundError, match=r"The model `gpt-6` does not exist .* There is: policy, org/model"):
+        await policy.openai().models.retrieve("gpt-6")
     counted = await policy.anthropic().messages.count_tokens(model="policy", messages=[USER], system="Be brief.")
     assert counted.input_tokens == 20
     assert not policy.calls
