@@ -171,7 +171,7 @@ def paths(store: RunStore, first: int, last: int, most: Annotated[int, Query(ge=
                     WHERE component = 'trainer' AND name = 'step' GROUP BY step
                 ), near AS (
                     SELECT * FROM spans WHERE component IN ('trainer', 'weights')
-                    OR component <> 'sandbox' AND (attempt, sample_id) IN (SELECT attempt, sample_id FROM newest)
+                    OR (attempt, sample_id) IN (SELECT attempt, sample_id FROM newest)
                 )
                 SELECT chosen.step AS of_step, component, name, near.rank, server, lane, near.step, near.sample_id,
                     near.start, near."end"

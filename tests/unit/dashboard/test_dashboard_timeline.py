@@ -60,7 +60,7 @@ def test_times_of_sandboxes_are_apart_from_those_of_requests(client):
     assert body["tool_calls"][0]["sandbox"] == "local-7f"
     assert "sandbox" not in client.get("/api/runs/first/spans?limit=1&buckets=7").json()["component"]
     paths = client.get(f"/api/runs/first/paths?first=0&last={NUM_STEPS}&most=20").json()
-    assert {span["component"] for span in paths["spans"]} == {"rollout"}
+    assert {span["component"] for span in paths["spans"]} == {"rollout", "sandbox"}
 
 
 def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):

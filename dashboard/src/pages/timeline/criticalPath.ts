@@ -97,6 +97,13 @@ const REQUEST_PHASES: Record<string, Phase> = {
 };
 const ENVIRONMENT_PHASE: Phase = { label: "Its environment", kind: "environment", priority: 5 };
 
+/** Tools and rewards wait for sandboxes, and an agent inside one makes its requests there. */
+function phaseOf({ component, name }: StepSpan): Phase {
+  if (component !== "sandbox") return REQUEST_PHASES[name] ?? ENVIRONMENT_PHASE;
+  const [label, priority] = name === "queue" ? (["Its wait for a sandbox", 7] as const) : (["Its sandbox", 3] as const);
+  return { label, kind: "sandbox", priority };
+}
+
 const TRAINER_PHASES: Record<string, Phase> = {
   prepare_tensors: { label: "Batch to the device", kind: "other", priority: 2 },
   data_to_device: { label: "Batch to the device", kind: "other", priority: 2 },
@@ -142,7 +149,7 @@ export function criticalPath(
       if (span.sample_id !== last.sample_id) continue;
       if (span.server !== null && span.lane !== null) lane = { server: span.server, lane: span.lane };
       const clipped = { start: span.start, end: Math.min(span.end, ready) };
-      const phase = REQUEST_PHASES[span.name] ?? ENVIRONMENT_PHASE;
+      const phase = phaseOf(span);
       const label = span.name === "decode" ? `Decode of ${last.sample_id}` : phase.label;
       intervals.push({ ...clipped, ...phase, label });
     }
@@ -152,7 +159,7 @@ export function criticalPath(
     intervals.push({ start: last.finished_at!, end: ready, kind: "other", label: "Batch packed", priority: 3 });
   }
   const first = Math.max(start, Math.min(ready, ...steps.map((span) => span.start)));
-  if (slowest && ready - first > LATE * (end - start)) intervals.push({ start: first, end: ready, kind: "wait", label: `Rank ${slowest.rank} began late`, priority: 7 });
+  if (slowest && ready - first > LATE * (end - start)) intervals.push({ start: first, end: ready, kind: "wait", label: `Rank ${slowest.rank} began late`, priority: 8 });
   for (const span of trainer) {
     if (slowest && span.rank !== slowest.rank) continue;
     const phase = TRAINER_PHASES[span.name];
@@ -253,6 +260,7 @@ const FOR: Partial<Record<Cause["name"], string>> = {
   prefill: "for a prompt to be read",
   reward: "for a slow reward",
   environment: "for a slow environment",
+  sandbox: "for a sandbox",
   request: "for a request outside the engine",
   wait: "for a prompt that was sent late",
   other: "for its batch to be packed",
@@ -331,8 +339,15 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
       case "environment":
       case "request":
         return `Make the ${name === "request" ? "environment" : name} faster, or raise max_async_rollout.`;
+      case "sandbox":
+        return "Raise pool_size if the machine has room for more sandboxes, make their commands faster, or raise max_async_rollout.";
       case "other":
         return null;
+      case "wait": {
+        // Earlier requests held it back, with what this one took longest for.
+        const own = paths.flatMap((path) => path.parts.filter((part) => part.end <= path.ready + 1e-9 && part.kind !== "wait" && part.kind !== "other"));
+        return textOf({ name: greatest(total(own), (part) => part.seconds)?.kind ?? "decode", seconds: spent });
+      }
       default:
         return "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.";
     }

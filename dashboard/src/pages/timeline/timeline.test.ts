@@ -186,11 +186,18 @@ test.each([
   ["not an eval elsewhere", REQUEST, { outages: [], evals: [{ from: 0, to: 6, servers: [2] }] }, "to be generated.", "Raise inference_num_workers"],
   ["a weight sync", [...REQUEST, ["weights", "weight_sync", { server: 1, start: 9, end: 20 }]] as Row[], ALONE, "for weight syncs.", "weight_broadcast_bucket_mb"],
   ["a checkpoint", [...REQUEST, ["trainer", "checkpoint", { rank: 0, step: 4, start: 9, end: 20 }]] as Row[], ALONE, "for a checkpoint.", "raise checkpoint_every"],
+  ["a wait for a sandbox", [...REQUEST, ["sandbox", "queue", { sample_id: "7-1", start: 0, end: 5 }]] as Row[], ALONE, "for a sandbox.", "Raise pool_size"],
+  ["a prompt that sandboxes held back", [...REQUEST.map(([component, name, rest]): Row => [component, name, { ...rest, start: rest.start + (rest.sample_id ? 4.5 : 0), end: Math.max(rest.end, 5) }]), ["sandbox", "exec", { sample_id: "7-1", start: 4, end: 6 }]] as Row[], ALONE, "sent late.", "Raise pool_size"],
   ["a stopped rank", [...REQUEST, ["trainer", "step", { rank: 1, step: 4, start: 18, end: 19.5 }]] as Row[], ALONE, "for its last rank to begin.", "Rank 1 began late"],
 ])("advice names %s", (_, rows, around, said, tip) => {
   const path = stepOf(rows, rows.length > REQUEST.length ? 20 : 10);
   expect(verdict([path], around)).toContain(said);
   expect(advice([path], around)[0]).toContain(tip);
+});
+
+test("an agent in a sandbox has the phases of its requests, and the rest of its time is the sandbox's", () => {
+  const path = stepOf([...REQUEST.filter(([, name]) => name !== "reward"), ["sandbox", "exec", { sample_id: "7-1", start: 0, end: 6 }]]);
+  expect(total(path.parts).slice(0, 3).map((part) => [part.label, part.seconds])).toEqual([["Its queue", 1], ["Decode of 7-1", 3], ["Its sandbox", 1]]);
 });
 
 test("the mean path has the mean seconds of each part, which add up to the mean step", () => {
