@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,12 @@ class ProcessAgent(Environment):
 
     def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
         """Lists the tasks with a temporary process. Raises `UserError`."""
+
+        if shutil.which(self.command[0]) is None:
+            raise UserError(
+                f"{self.name!r} is started with {self.command[0]!r} (`command` of its kwargs), which is not here. "
+                "Install it, or set `command` to a Python that has the packages, such as [/path/to/venv/bin/python]"
+            )
 
         async def load() -> list[dict[str, Any]]:
             child = Child()

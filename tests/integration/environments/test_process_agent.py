@@ -192,7 +192,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process_and_the_next_task_sta
 def test_a_process_that_lists_no_tasks_is_an_error_with_its_last_words(tmp_path):
     with pytest.raises(UserError, match=r"(?s)cannot be listed.*no such taskset"):
         len(make(tmp_path, options={"breaks": True}))
-    with pytest.raises(UserError, match=r"(?s)cannot be listed.*No such file"):
+    with pytest.raises(UserError, match=r"started with 'no-such-python' .* Install it, or set `command`"):
         len(make(tmp_path, command=["no-such-python", "-X"]))
 
 

@@ -56,7 +56,8 @@ class TextArena(Environment):
 
         if f"{self.task}-raw" not in ENV_REGISTRY:
             hint = did_you_mean(self.task, [name for name in ENV_REGISTRY if not name.endswith("-raw")])
-            raise UserError(f"textarena has no game {self.task!r}.{hint} Its games are textarena.envs.registration.")
+            games = "textarena.envs.registration.ENV_REGISTRY"
+            raise UserError(f"textarena has no game {self.task!r}.{hint} {games} lists its games.")
         given = f"players: {self.players or 'null'}, options: {dict(self.options)}"
         for players in (self.players,) if self.players else range(1, 16):
             self.players = players
