@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from telescope.cluster.reaper import Reaper
 from telescope.environments.grading import agreement
 from telescope.environments.judge import Judge
 from telescope.environments.local_rollout import ChatServer
@@ -37,7 +38,8 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     labels = _read_labels(arguments.labels, checks.environment.judge) if arguments.labels else []
     count = checks.info.num_samples
     items = list(range(0, count, -(-count // arguments.samples)))
-    trials = asyncio.run(checks.run(items))
+    with Reaper():  # also where a rollout that blocks the event loop ends this process
+        trials = asyncio.run(checks.run(items))
     console = Console(highlight=False, width=LINE_CHARACTERS)
     for trial in trials:
         if trial.name in (REFERENCE, CANNED, MODEL):

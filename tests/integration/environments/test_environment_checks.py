@@ -1,8 +1,11 @@
 """`telescope envs check`: reference solutions earn the full reward, cheats earn nothing, forks show their cause."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,13 +278,21 @@ def test_a_rollout_that_blocks_the_event_loop_ends_the_check_with_its_line(tmp_p
     rollout = "    async def rollout(self, sample, context):\n        __import__('time').sleep(600)\n"
     write(tmp_path, BODY + rollout)
     program = (
-        "import asyncio, sys; from telescope.cli.envs_check import _renderer; "
-        "from telescope.environments.types import EnvironmentSpec; from telescope.rollout.check import Checks; "
-        "asyncio.run(Checks(EnvironmentSpec('own', {}), _renderer(None), sys.argv[1:], timeout_seconds=1.0).run([0]))"
+        "import functools, sys; from telescope.cli import envs_check; from telescope.cli.main import main; "
+        "envs_check.Checks = functools.partial(envs_check.Checks, timeout_seconds=1.0); "
+        "main(['envs', 'check', 'own', '--path', sys.argv[1]])"
     )
-    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert 'own/environment.py", line 9 in rollout' in ended.stderr
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # short enough for sockets
+        variables = {**os.environ, "RAY_TMPDIR": temporary, "TMPDIR": temporary}
+        ended = subprocess.run(
+            [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False, env=variables
+        )
+        assert ended.returncode == 1
+        assert 'own/environment.py", line 9 in rollout' in ended.stderr
+        until = time.monotonic() + 20
+        while os.listdir(temporary) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not os.listdir(temporary), "its temporary files stay behind"
 
 
 def test_a_prompt_that_cannot_be_rendered_ends_the_check_with_its_item(capsys, tmp_path):
