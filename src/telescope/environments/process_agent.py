@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import Environment, RewardResult, Sample
 from telescope.environments.context import MODEL, RolloutContext
+from telescope.environments.user_code import error_text
 from telescope.errors import EnvironmentFailure, UserError
 from telescope.sandbox.base import run_sync
 from telescope.utils.child_guard import kill_group
@@ -143,7 +144,9 @@ class Child:
             await self.close()
             if not isinstance(error, EOFError | ValueError | TimeoutError):
                 raise
-            raise EnvironmentFailure(f"{type(error).__name__} before its tasks: {self.end_of_stderr()}") from error
+            known = {EOFError: "it ended", TimeoutError: f"{START_SECONDS:g} seconds passed"}
+            why = known.get(type(error), error_text(error))
+            raise EnvironmentFailure(f"{why} before it had listed its tasks: {self.end_of_stderr()}") from error
         self.has_ended = False
         self._tasks.append(asyncio.create_task(self._read_answers()))
         return tasks

@@ -190,7 +190,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process_and_the_next_task_sta
 
 
 def test_a_process_that_lists_no_tasks_is_an_error_with_its_last_words(tmp_path):
-    with pytest.raises(UserError, match=r"(?s)cannot be listed.*no such taskset"):
+    with pytest.raises(UserError, match=r"(?s)cannot be listed.*: it ended before.*no such taskset"):
         len(make(tmp_path, options={"breaks": True}))
     with pytest.raises(UserError, match=r"started with 'no-such-python' .* Install it, or set `command`"):
         len(make(tmp_path, command=["no-such-python", "-X"]))
