@@ -8,7 +8,7 @@ fail before the first sample could succeed.
 """
 
 import re
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Literal
 
@@ -20,6 +20,8 @@ WINDOW = 512  # number of newest outcomes over which the share is computed
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """Prefix of the pool's messages, which differs between samples that failed for the same reason."""
+_NUMBER = re.compile(r"\d+")
+"""Such as sizes and ports, which differ too."""
 
 
 What = Literal["samples", "prompts"]
@@ -52,10 +54,12 @@ class ErrorBudget:
         failures = [outcome for outcome in outcomes if outcome is not None]
         if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
             return
-        last_item = {cause: item for item, cause in failures}
+        by_kind: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+        for item, cause in failures:
+            by_kind[_NUMBER.sub("", cause)].append((item, cause))
         common = "; ".join(
-            f"{count} x {cause}, last with item {last_item[cause]}"
-            for cause, count in Counter(cause for _, cause in failures).most_common(3)
+            f"{len(alike)} x {alike[-1][1]}, last with item {alike[-1][0]}"
+            for alike in sorted(by_kind.values(), key=len, reverse=True)[:3]
         )
         raise RunError(
             f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "

@@ -112,6 +112,13 @@ def test_each_cause_is_reported_once_with_an_example_item():
     )
 
 
+def test_causes_that_differ_in_numbers_are_one():
+    budget = ErrorBudget(0.2)
+    with pytest.raises(RunError, match=r"Most common: 16 x it has 215 tokens, last with item 15\. Fix"):  # noqa: PT012
+        for item in range(16):
+            budget.failed("samples", "bad", item, f"environment 'bad', item {item}: it has {200 + item} tokens")
+
+
 def test_reported_messages_are_short_and_without_control_sequences():
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
