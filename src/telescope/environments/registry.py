@@ -126,9 +126,11 @@ class Discovery:
         for part in source.class_name.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
         if not (isinstance(found, type) and issubclass(found, (self.root, also) if also else self.root)):
+            problem = f"is not a subclass of {self.root.__module__}.{self.root.__name__}."
+            if found is None:
+                problem = f"does not exist.{did_you_mean(source.class_name, vars(module))}"
             raise UserError(
-                f"The {self.kind} {name!r} is not usable: {source.class_name!r} in {source.module} is not a subclass "
-                f"of {self.root.__module__}.{self.root.__name__}."
+                f"The {self.kind} {name!r} is not usable: {source.class_name!r} in {source.module} {problem}"
             )
         return found
 

@@ -194,8 +194,12 @@ def test_a_class_is_found_by_its_dotted_path(write, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert len(get_environment("my_package_for_tests.puzzles:Dotted")) == 2
     assert len(get_eval("my_package_for_tests.puzzles:Dotted")) == 2
-    with pytest.raises(UserError, match=r"'Lost' in my_package_for_tests\.puzzles is not a subclass"):
-        get_environment("my_package_for_tests.puzzles:Lost")
+    with pytest.raises(
+        UserError, match=r"'Doted' in my_package_for_tests\.puzzles does not exist\. Did you mean 'Dotted'"
+    ):
+        get_environment("my_package_for_tests.puzzles:Doted")
+    with pytest.raises(UserError, match=r"'Sample' in my_package_for_tests\.puzzles is not a subclass"):
+        get_environment("my_package_for_tests.puzzles:Sample")
     with pytest.raises(UserError, match=r"there is no module 'my_package_for_tests\.lost'"):
         ENVIRONMENTS.check("my_package_for_tests.lost:Dotted")
 
