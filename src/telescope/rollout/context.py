@@ -120,7 +120,8 @@ class AgentRollout:
         }
         serialize_score(result, for_eval=False, method="rollout")
         counts = {**self._counts, "agent/calls": rollout.trajectory.totals.num_turns}
-        result = replace(result, sample_metrics={**counts, **context.metrics, **result.sample_metrics})
+        rewards = {f"agent/reward_{name}": reward for name, reward in rollout.trajectory.chat_rewards.items()}
+        result = replace(result, sample_metrics={**counts, **rewards, **context.metrics, **result.sample_metrics})
         for_eval = rollout.settings.for_eval
         if not for_eval:
             return RewardRecord(**serialize_score(result, for_eval))

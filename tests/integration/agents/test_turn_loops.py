@@ -54,7 +54,7 @@ async def test_a_rollout_may_run_the_turn_loop_and_go_on(bench: Any) -> None:
     made = await bench(Reviewed, ["5", "4", "yes"])
     sample = await made.run()
     assert (sample.total_reward, sample.end_reason, sample.chat_rewards) == (0.5, "right", {"reviewer": 1.0})
-    assert sample.reward.sample_metrics == {"agent/calls": 3, "turns": 2.0}
+    assert sample.reward.sample_metrics == {"agent/calls": 3, "agent/reward_reviewer": 1.0, "turns": 2.0}
     assert [(turn.text, turn.parent, turn.chat) for turn in sample.turns] == [
         ("5", None, ""), ("4", 0, ""), ("yes", None, "reviewer"),
     ]  # fmt: skip
