@@ -49,8 +49,8 @@ from telescope.trainer.model import PREFIX, PolicyModel, auto_class, load_causal
 from telescope.trainer.model_input import model_input
 from telescope.trainer.packing import lay_out, untrained_sample
 from telescope.utils.timeline import Timeline
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, make_update, to_hex
 from telescope.weights.probe import TOLERANCES, compare
 
 STORED = REPOSITORY / "benchmarks" / "results"

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Slice, Slices, as_matrix_shape
+from telescope.weights.fingerprint import Slice, Slices
+from telescope.weights.plan import as_matrix_shape
 
 GATE_UP, DOWN = "w13_weight", "w2_weight"
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))

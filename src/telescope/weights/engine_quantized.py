@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import Share, Slices, fingerprint, to_hex
+from telescope.weights.fingerprint import Share, Slices, fingerprint
+from telescope.weights.plan import to_hex
 
 METHODS = ("Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
 """Classes of `quant_method` whose parameters are quantized here as well."""

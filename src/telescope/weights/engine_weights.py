@@ -27,8 +27,8 @@ from torch import nn
 
 from telescope.weights import engine_experts
 from telescope.weights.engine_quantized import SCALE, Quantize, QuantizedReference, is_quantized, quantized_matrices
-from telescope.weights.fingerprint import Share, Slice, Slices, as_matrix_shape, fingerprint_slices
-from telescope.weights.plan import TensorMeta
+from telescope.weights.fingerprint import Share, Slice, Slices, fingerprint_slices
+from telescope.weights.plan import TensorMeta, as_matrix_shape
 
 IDENTITY_ROWS = 256
 """Rows of the identity per product when a packed weight is read."""

@@ -17,11 +17,12 @@ Values that matrix kernels do not distinguish have the same bits: zeros of eithe
 below the smallest normal number, which some CPU kernels flush.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from telescope.weights.plan import add_fingerprints, as_matrix_shape, to_hex
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements hashed at a time, by device: 512 KiB of int64 fit a core's cache, 128 MiB outweigh a kernel launch."""
@@ -37,13 +38,6 @@ _VIEWS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float16: (torch.int16, 0x7FFF),
     torch.float8_e4m3fn: (torch.int8, 0x7F),
 }
-
-
-def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the matrix shape for hashing: the first dimension by the rest. A scalar is 1 x 1."""
-    if not shape:
-        return 1, 1
-    return shape[0], math.prod(shape[1:])
 
 
 @torch.no_grad()
@@ -68,16 +62,6 @@ def fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0)
         bits_RC *= weight_C
         total += (bits_RC.sum(dim=1) * weight_R[start : start + chunk_rows]).sum()
     return int(total.item()) & _MASK
-
-
-def add_fingerprints(parts: list[int]) -> int:
-    """Adds shares, modulo 2^64."""
-    return sum(parts) & _MASK
-
-
-def to_hex(value: int) -> str:
-    """Formats a fingerprint as 16 hex digits. JSON has no 64-bit integers."""
-    return f"{value:016x}"
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

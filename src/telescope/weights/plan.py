@@ -177,3 +177,20 @@ def tensor_in(bucket_N: torch.Tensor, meta: TensorMeta, start: int) -> torch.Ten
     dtype: torch.dtype = getattr(torch, meta.dtype)
     size = meta.numel * dtype.itemsize // bucket_N.element_size()
     return bucket_N[start : start + size].view(dtype).view(meta.shape)
+
+
+def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the matrix shape for hashing: the first dimension by the rest. A scalar is 1 x 1."""
+    if not shape:
+        return 1, 1
+    return shape[0], math.prod(shape[1:])
+
+
+def add_fingerprints(parts: list[int]) -> int:
+    """Adds shares, modulo 2^64."""
+    return sum(parts) % (1 << 64)
+
+
+def to_hex(value: int) -> str:
+    """Formats a fingerprint as 16 hex digits. JSON has no 64-bit integers."""
+    return f"{value:016x}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telescope.utils.text import listed
-from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, to_hex
+from telescope.weights.plan import add_fingerprints, as_matrix_shape, to_hex
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from telescope.errors import DeadlineExceeded
 from telescope.utils.timeline import Span, Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
 from telescope.weights.control_channel import Rendezvous, TransferError
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets, tensor_in
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets, tensor_in, to_hex
 
 _NUM_BUFFERS = 2
 """One is sent while the other is filled."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from telescope.inference.vllm import weights
 from telescope.weights.engine_weights import engine_weights
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, make_update, to_hex
 from telescope.weights.probe import compare
 
 

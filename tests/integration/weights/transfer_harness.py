@@ -9,8 +9,8 @@ from tests.integration.trainer.trainer_cases import fork_server
 
 from telescope.weights.communicator import Backend, Communicator
 from telescope.weights.control_channel import TransferError
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update, to_hex
 from telescope.weights.receiver import NamedTensors, receive
 from telescope.weights.sender import WeightSender
 

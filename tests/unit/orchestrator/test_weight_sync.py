@@ -12,7 +12,7 @@ from telescope.errors import InfrastructureError
 from telescope.orchestrator.run_components import record_sync
 from telescope.orchestrator.weight_sync import ServerSync, SyncReport, WeightMismatch, _remove_all_but
 from telescope.utils.timeline import Span
-from telescope.weights.fingerprint import to_hex
+from telescope.weights.plan import to_hex
 
 
 @pytest.fixture

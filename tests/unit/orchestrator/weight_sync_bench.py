@@ -11,8 +11,7 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.utils.timeline import Span
-from telescope.weights.fingerprint import to_hex
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, to_hex
 
 LOGPROBS = [-1.0, -2.0, -0.5]
 STAGES = ["init", "pause", "start", "receive", "finish", "resume"]

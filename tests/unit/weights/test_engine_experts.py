@@ -9,8 +9,8 @@ from torch import nn
 
 from telescope.weights.engine_experts import why_unreadable
 from telescope.weights.engine_weights import engine_weights, tied_names
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, to_hex
 from telescope.weights.probe import ProbeReport, compare
 
 EXPERTS, HIDDEN, INNER = 3, 8, 12

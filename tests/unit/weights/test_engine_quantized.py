@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from telescope.weights.engine_weights import engine_weights, quantized_reference
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, to_hex
 from telescope.weights.probe import ProbeReport, compare
 
 BLOCK = 128

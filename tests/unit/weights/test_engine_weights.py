@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from telescope.weights.engine_weights import engine_weights
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, to_hex
 from telescope.weights.probe import ProbeReport, compare
 
 HIDDEN, INNER, VOCABULARY, HEAD = 8, 12, 10, 2

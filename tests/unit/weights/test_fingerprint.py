@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.weights.fingerprint import CHUNK_ELEMENTS, add_fingerprints, fingerprint, to_hex
+from telescope.weights.fingerprint import CHUNK_ELEMENTS, fingerprint
+from telescope.weights.plan import add_fingerprints, to_hex
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

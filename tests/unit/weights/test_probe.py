@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import to_hex
 from telescope.weights.probe import TOLERANCES, compare, compare_logprobs, probe_text
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.fingerprint import fingerprint
+from telescope.weights.plan import TensorMeta, make_update, to_hex
 from telescope.weights.sender import WeightSender, flip_one_bit
 
 

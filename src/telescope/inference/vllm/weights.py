@@ -55,9 +55,9 @@ from telescope.weights.engine_weights import (
     quantized_reference,
     tied_names,
 )
-from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.fingerprint import fingerprint
 from telescope.weights.model_folder import open_tensors
-from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
+from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets, to_hex
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
