@@ -156,6 +156,8 @@ async def test_a_worker_runs_rollouts_and_loads_neither_torch_nor_transformers(g
         assert rewards(groups) == [1.0] * 200
         assert {s.totals.version_range for group in groups for s in group} == {(FIRST_VERSION, FIRST_VERSION)}
         assert os.getpid() not in {s.reward.sample_metrics["pid"] for group in groups for s in group if s.reward}
+        titles = {" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
+        assert "ray::RolloutActor" in str(titles) and "ray::IDLE" not in str(titles), "no process that nothing uses"
         assert run.num_replaced == 0
 
 

@@ -82,8 +82,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
         monkeypatch.delenv(name)
     # `connect` writes to these; setting them here has them put back.
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
-    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
-    monkeypatch.setenv("RAY_task_events_report_interval_ms", "0")
+    for name in ("memory_monitor_refresh_ms", "prestart_worker_first_driver", "task_events_report_interval_ms"):
+        monkeypatch.setenv(f"RAY_{name}", "0")
     monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)
     return fake
 
