@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 
 from telescope.environments.context import Answer, Call
@@ -54,7 +53,9 @@ class Policy:
     def openai(self, chat: str = "", **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**{"api_key": self.key, "base_url": self.server.base_url(chat), **options})
 
-    def anthropic(self, chat: str = "", **options: Any) -> anthropic.AsyncAnthropic:
+    def anthropic(self, chat: str = "", **options: Any) -> Any:
+        import anthropic  # three seconds, which the processes of other tests do not need
+
         url = self.server.base_url(chat).removesuffix("/v1")
         return anthropic.AsyncAnthropic(**{"api_key": self.key, "base_url": url, **options})
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
-from anthropic.types import Message
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -137,9 +135,13 @@ async def test_a_stream_ends_in_what_the_whole_response_says(policy, ask, answer
 
 @pytest.mark.parametrize(("route", "whole", "event"), [
     ("chat/completions", ChatCompletion, ChatCompletionChunk), ("responses", Response, ResponseStreamEvent),
-    ("messages", Message, anthropic.types.RawMessageStreamEvent),
+    ("messages", "Message", "RawMessageStreamEvent"),
 ])  # fmt: skip
 async def test_bodies_are_valid_by_the_types_of_the_sdks(policy, route, whole, event):
+    if route == "messages":
+        from anthropic import types
+
+        whole, event = getattr(types, whole), getattr(types, event)
     tool = {**response_tool(), "function": {"name": "weather"}, "type": "custom" if route == "messages" else "function"}
     body = {"messages": [USER], "input": "Hi", "tools": [tool], "logprobs": True}
     body |= {"include": ["message.output_text.logprobs"]}
@@ -277,7 +279,9 @@ async def test_a_schema_of_the_answer_is_accepted_but_not_forced(policy, route, 
 
 
 async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy):
-    @anthropic.beta_async_tool
+    from anthropic import beta_async_tool
+
+    @beta_async_tool
     async def weather(city: str) -> str:
         """Returns degrees."""
         policy.answer = Answer("It is 21.", id="a2")

@@ -4,7 +4,6 @@ import asyncio
 import json
 from contextlib import aclosing
 
-import anthropic
 import openai
 import pytest
 from tests.unit.rollout.endpoint_policy import ANSWER, USER, Policy, ask_chat, ask_messages, ask_responses, until
@@ -33,11 +32,13 @@ async def test_bodies_that_cannot_be_read_are_refused(policy):
     (RuntimeError("secret"), 500, "internal_error"),
 ])  # fmt: skip
 async def test_failures_of_the_policy_reach_both_sdks(policy, raised, status, code, monkeypatch):
+    from anthropic import APIStatusError
+
     policy.answer = raised
     with pytest.raises(openai.APIStatusError) as caught:
         await policy.openai(max_retries=0).chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code) == (status, code)
-    with pytest.raises(anthropic.APIStatusError) as caught_too:
+    with pytest.raises(APIStatusError) as caught_too:
         await policy.anthropic(max_retries=0).messages.create(model="policy", max_tokens=9, messages=[USER])
     assert caught_too.value.status_code == status
     for text in (caught.value.message, caught_too.value.message):
@@ -63,6 +64,8 @@ async def test_a_slow_stream_is_kept_alive(policy, monkeypatch):
 
 
 async def test_another_model_key_or_url_is_not_found(policy):
+    import anthropic
+
     other = Policy(policy.server)
     with pytest.raises(openai.NotFoundError, match="`gpt-9` does not exist"):
         await policy.openai().chat.completions.create(model="gpt-9", messages=[USER])
