@@ -58,7 +58,7 @@ class Family:
 DENSE = [
     Family("llama", "llama", HEADS_OF_32, reads="Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2; DeepSeek-R1-Distill-Llama"),
     Family("llama tied", "llama", HEADS_OF_32 | {"tie_word_embeddings": True}),
-    Family("qwen2", "qwen2", is_fast=True, reads="Qwen2, Qwen2.5; DeepSeek-R1-Distill-Qwen; QwQ"),
+    Family("qwen2", "qwen2", reads="Qwen2, Qwen2.5; DeepSeek-R1-Distill-Qwen; QwQ"),
     Family("qwen3", "qwen3", HEADS_OF_32, reads="Qwen3"),
     Family("mistral", "mistral", HEADS_OF_32 | {"sliding_window": WINDOW}, reads="Mistral 7B"),
     Family("ministral3", "ministral3", HEADS_OF_32, reads="Ministral 3"),

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[3]
 FIRST = "test_before_any_sync"
 LAST = ("test_a_worker_killed", "test_killing")
 
+pytestmark = pytest.mark.slow
+
 
 def test_tests_that_need_a_fresh_server_run_first_and_tests_that_kill_it_last() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
@@ -33,7 +35,6 @@ def test_tests_that_need_a_fresh_server_run_first_and_tests_that_kill_it_last() 
     assert num_servers == 13
 
 
-@pytest.mark.slow
 def test_the_parts_of_the_suite_leave_no_test_out() -> None:
     made = subprocess.run(
         [sys.executable, "-m", "tests.integration.weights.collect_on_gpus"], cwd=ROOT,
