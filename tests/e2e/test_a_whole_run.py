@@ -70,6 +70,7 @@ def command(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "own_backend.py").write_text(BACKEND)
     with Command(tiny_model, folder, 20000, *FLAGS.split()) as command:
         command.wait_for("third step", command.printed("step 2 (3 of 500)"), 400)
+        assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the driver has no tensor"
         yield command
 
 
@@ -103,7 +104,6 @@ def test_pages_follow_a_run_that_trains(command: Command) -> None:
 def test_a_run_with_a_custom_backend_reports_every_modifier_and_ends_by_a_scheduler(command: Command) -> None:
     assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
     assert command.listens_on() == {"127.0.0.1"}
-    assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text(), "the driver has no tensor"
     for _ in range(3):
         command.terminate_all()
     assert command.process.wait(timeout=90) == 130
