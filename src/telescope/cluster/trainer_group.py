@@ -32,14 +32,13 @@ from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Layout, StepInput, StepResult, check_layouts
 from telescope.utils.process import log_size, log_tail
 from telescope.utils.timeline import Span
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
+from telescope.weights.plan import InitInfo, SendReport, TensorMeta, UpdateInfo
 
 if TYPE_CHECKING:
     import numpy as np
 
     from telescope.trainer.self_check import GradientComparison
     from telescope.weights.model_folder import ModelOrigin
-    from telescope.weights.sender import SendReport
 
 logger = logging.getLogger(__name__)
 

@@ -178,6 +178,17 @@ class Layout:
         return cls(rank // model_size, world_size // model_size, reports=rank % model_size == 0, packs=packs)
 
 
+@dataclass(slots=True, frozen=True)
+class TrainerInfo:
+    """Properties of a rank that is ready."""
+
+    device: str
+    config_hash: str
+    compiles: bool
+    """Whether `warm_up` has something to do."""
+    layout: Layout
+
+
 def check_layouts(layouts: Sequence[Layout]) -> None:
     """Checks the layouts of all ranks, in order of the ranks. Raises `ConfigError` for a backend's mistake."""
     size = layouts[0].data_size

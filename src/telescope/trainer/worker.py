@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
-from telescope.trainer.batch import COLLECTIVE_TIMEOUT, Layout, StepInput, StepResult
+from telescope.trainer.batch import COLLECTIVE_TIMEOUT, StepInput, StepResult, TrainerInfo
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.digests import digests_of
 from telescope.utils.process import freeze_heap, unfreeze_heap
@@ -33,17 +33,6 @@ from telescope.utils.timeline import Span
 from telescope.weights.model_folder import ModelOrigin, read_origin, write_origin
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class TrainerInfo:
-    """Properties of a rank that is ready."""
-
-    device: str
-    config_hash: str
-    compiles: bool
-    """Whether `warm_up` has something to do."""
-    layout: Layout
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """The plan of a sync: the bucket layout. Both ends of a transfer derive it independently.
 
-Owns the description of a tensor (`TensorMeta`), the bucket layout, and the two records that are sent as JSON over
-vLLM's control routes (`InitInfo`, `UpdateInfo`). Owns no tensor and no socket, and imports neither torch nor vLLM.
+Owns the description of a tensor (`TensorMeta`), the bucket layout, the two records that are sent as JSON over vLLM's
+control routes (`InitInfo`, `UpdateInfo`), and a rank's report to the driver (`SendReport`). Owns no tensor and no
+socket, and imports neither torch nor vLLM.
 
 Invariants: the layout is a pure function of `UpdateInfo`. Tensors keep the trainer's order. Every tensor is in one
 bucket, at an offset that is a multiple of `ALIGNMENT_BYTES`. Only a tensor larger than the bucket size makes a bucket
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from telescope.config.model_shape import DTYPE_BYTES
+from telescope.utils.timeline import Span
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +120,21 @@ class UpdateInfo:
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields by name without copying lists. A model with experts has tens of thousands of names."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(slots=True)
+class SendReport:
+    """The report of one sync on one trainer rank."""
+
+    engine_seconds: dict[int, float] = field(default_factory=dict)
+    """Per engine: wall time from the announcement to its confirmation."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Engines without the new weights, and why. They need a new connection before the next sync."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Per tensor, in hex, after the cast and before the copy into a bucket; only if requested."""
+    spans: list[Span] = field(default_factory=list)
+    """The phases of this rank: `weight_broadcast_agree`, and per bucket `weight_broadcast_gather` and
+    `weight_broadcast_wait`, then `weight_broadcast_conclude`."""
 
 
 def make_update(

@@ -12,38 +12,23 @@ have ended.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from telescope.errors import DeadlineExceeded
-from telescope.utils.timeline import Span, Timeline
+from telescope.utils.timeline import Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
 from telescope.weights.control_channel import Rendezvous, TransferError
 from telescope.weights.fingerprint import fingerprint
-from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets, tensor_in, to_hex
+from telescope.weights.plan import Bucket, InitInfo, SendReport, UpdateInfo, plan_buckets, tensor_in, to_hex
 
 _NUM_BUFFERS = 2
 """One is sent while the other is filled."""
 _PATIENCE = 0.5
 """Share of the timeout after which an engine that does not respond is given up, since all other engines wait for it."""
-
-
-@dataclass(slots=True)
-class SendReport:
-    """The report of one sync on one trainer rank."""
-
-    engine_seconds: dict[int, float] = field(default_factory=dict)
-    """Per engine: wall time from the announcement to its confirmation."""
-    errors: dict[int, str] = field(default_factory=dict)
-    """Engines without the new weights, and why. They need a new connection before the next sync."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Per tensor, in hex, after the cast and before the copy into a bucket; only if requested."""
-    spans: list[Span] = field(default_factory=list)
-    """The phases of this rank: `weight_broadcast_agree`, and per bucket `weight_broadcast_gather` and
-    `weight_broadcast_wait`, then `weight_broadcast_conclude`."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -37,9 +37,9 @@ from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.checkpoint_names import checkpoint_tensors
 from telescope.weights.communicator import backend_for
 from telescope.weights.model_folder import folder_metas, weight_files
-from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
+from telescope.weights.plan import SendReport, TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
-from telescope.weights.sender import SendReport, WeightSender
+from telescope.weights.sender import WeightSender
 
 START_SECONDS = 300.0
 LOG_LINES = 40
