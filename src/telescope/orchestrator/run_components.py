@@ -206,7 +206,8 @@ async def start_components(
     stack.push_async_callback(rollouts.close)  # before the servers, so that their end is no failure
     components.open_servers(inference.handles, inference.clients, status)
     for index, node in enumerate(placement.server_nodes):
-        gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
+        count = placement.gpus_per_server
+        gpus = f"{count:g} GPU{'s' * (count > 1)}" if count else "CPU"
         components.topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
     if with_trainer:
         probe_prompt = await rollouts.prepare(keys.training[0], 0)
