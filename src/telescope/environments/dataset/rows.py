@@ -17,7 +17,7 @@ PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "me
 IMAGES = ("images", "image")
 CHOICES = ("choices", "options")
 LETTERS = tuple("ABCDEFGHIJ")
-"""Columns with a choice each, as in a spreadsheet."""
+"""Columns that hold one choice each, as in a spreadsheet."""
 ANSWERS = (
     "reward_model.ground_truth",
     "answer",
@@ -59,18 +59,19 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
     for column in columns:
         value = value_of(row, column)
         if column in lettered:
-            value = {name: row[name] for name in lettered} if column == lettered[0] else None
-        if choices := _read_choices(value):
-            if not all(text in "".join(texts) for text in choices.values()):
-                texts.append("\n".join(f"{letter}. {text}" for letter, text in choices.items()))
+            value = {name: row.get(name) for name in lettered} if column == lettered[0] else None
+        choices = _read_choices(value)
+        if shown := {letter: text for letter, text in choices.items() if text}:
+            if not all(text in "".join(texts) for text in shown.values()):
+                texts.append("\n".join(f"{letter}. {text}" for letter, text in shown.items()))
             named = str(gold)
             position = gold if isinstance(gold, int | float) else -1
-            if named.isdecimal() and named not in choices.values():  # HellaSwag writes it as text
+            if named.isdecimal() and named not in shown.values():  # HellaSwag writes it as text
                 position = int(named)
             if 0 <= position < len(choices) and named not in choices:
                 named = list(choices)[int(position)]
-            letter = next((letter for letter, text in choices.items() if named in (letter, text)), None)
-            gold = gold if letter is None else [letter, choices[letter]]
+            letter = next((letter for letter, text in shown.items() if named in (letter, text)), None)
+            gold = gold if letter is None else [letter, shown[letter]]
         elif isinstance(text := read_prompt(value), str):
             texts.append(text)
         else:
@@ -79,14 +80,17 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
 
 
 def _read_choices(value: Any) -> dict[str, str]:
-    """Returns the choices in a list, an object of letters and texts, or ARC's `{text: [...], label: [...]}`."""
+    """Returns the choices in a list, an object of letters and texts, or ARC's `{text: [...], label: [...]}`.
+
+    Choices that a row does not have are empty, because a position counts them too.
+    """
     if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
         value = dict(zip(value["label"], value["text"], strict=False))
     elif isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
         value = dict(zip(string.ascii_uppercase, value, strict=False))
     if not isinstance(value, dict) or {"role", "from"} & value.keys():
         return {}
-    return {str(letter): str(text) for letter, text in value.items() if text not in (None, "")}
+    return {str(letter): "" if text is None else str(text) for letter, text in value.items()}
 
 
 def read_prompt(value: Any) -> str | list[ChatMessage]:
@@ -232,8 +236,8 @@ def choose_columns(
         raise UserError(f"dataset: {path} has no prompt ({', '.join(PROMPTS)}). {it_has} Set prompt to a column.")
     if not named and isinstance(value_of(rows[0], chosen[0]), str):
         chosen += ["input"] if chosen == ["instruction"] and has("input") else []
-        in_one = [column for column in CHOICES if _read_choices(value_of(rows[0], column))][:1]
-        chosen += in_one or [*filter(has, LETTERS)] * (has("A") and has("B"))
+        in_one = [column for column in CHOICES if any(_read_choices(value_of(rows[0], column)).values())][:1]
+        chosen += in_one or ([*filter(has, LETTERS)] if has("A") and has("B") else [])
     gold = answer or next(filter(has, ANSWERS), None)
     if gold is None and needs_answer and chosen[0] in ("messages", "conversations"):
         gold = chosen[0]
