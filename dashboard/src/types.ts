@@ -208,8 +208,11 @@ export interface Environment {
   reward_max: Value;
 }
 
-/** The result of one eval: a row of the table `evals`. */
+/** The result of one eval: a row of the table `evals`.
+
+`name` has the eval's number where the run has several of that name; `eval_name` is the name in `samples`. */
 export interface EvalRow {
+  eval_name: string | null;
   attempt: number;
   eval_id: string;
   name: string;

@@ -3,6 +3,7 @@
 from typing import Any
 
 from telescope.dashboard.api import Integer
+from telescope.dashboard.registry import eval_names
 from telescope.dashboard.samples import NUMBERS, Filters, leave_out_common_prefix
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
@@ -106,14 +107,8 @@ _BINS = (
 )
 
 
-EVAL_NAME = (
-    "coalesce(name, '') || CASE WHEN min(number) OVER (PARTITION BY name) < max(number) OVER (PARTITION BY name) "
-    "THEN '#' || number ELSE '' END"
-)
-"""Name of an eval in `evals`, with its number where the run has several of that name."""
-
 KNOWN = (
-    f"{EVAL_NAME} AS name, coalesce(source, 'live') AS source, coalesce(status, 'finished') AS status, "
+    "coalesce(name, '') AS name, coalesce(source, 'live') AS source, coalesce(status, 'finished') AS status, "
     "coalesce(version, step + 1) AS version, coalesce(num_items, 0) AS num_items, "
     "coalesce(num_completions, 1) AS num_completions, coalesce(num_scored, 0) AS num_scored"
 )
@@ -125,7 +120,11 @@ def evals(store: RunStore) -> list[Row]:
     visible = store.visible()
     store.refresh("evals")
     rows = store.rows(f"SELECT * REPLACE ({KNOWN}) FROM evals WHERE {visible} ORDER BY step, number, attempt")
-    return [{**row, "metrics": row["metrics"] or {}} for row in rows]
+    names = eval_names(store.run)
+    return [
+        {**row, "name": names(row["name"], row["number"]), "eval_name": row["name"], "metrics": row["metrics"] or {}}
+        for row in rows
+    ]
 
 
 def eval_samples(store: RunStore, attempt: Integer, eval_id: str) -> list[Row]:

@@ -13,7 +13,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -226,6 +226,17 @@ class Registry:
         self._stores, self._problems = found, problems
 
 
+def eval_names(run: Run) -> Callable[[str | None, int | None], str]:
+    """Returns a function that names an eval by its name and number: `a`, or `a#1` if the config has several `a`."""
+    entries = config_of(run)[0].get("evals") or ()
+    names = [entry.get("name") for entry in entries if isinstance(entry, dict)]
+
+    def named(name: str | None, number: int | None) -> str:
+        return f"{name}#{number}" if names.count(name) > 1 and number is not None else name or ""
+
+    return named
+
+
 def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
     """Returns the resolved config and the names of fields that the user set. Empty if it cannot be read."""
     rows, _ = run.rows_since("runs", 0, ["config_json"])
@@ -282,8 +293,9 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
         if values:
             fields[LAST + name] = math.fsum(value / len(values) for value in values)  # a sum may be infinite
     newest: dict[str, int] = {}
-    for row in run.table("evals", columns=["name", "version", "accuracy"]).to_pylist():
-        name, version = row["name"], row["version"] or 0
+    named = eval_names(run)
+    for row in run.table("evals", columns=["name", "number", "version", "accuracy"]).to_pylist():
+        name, version = named(row["name"], row["number"]), row["version"] or 0
         if name and row["accuracy"] is not None and version >= newest.get(name, version):
             newest[name], fields[EVAL + name] = version, row["accuracy"]
     return fields

@@ -22,7 +22,12 @@ class Distribution(BaseModel):
 
 @columns_of("evals", known="attempt eval_id name source status step version num_items num_completions num_scored")
 class EvalRow(BaseModel):
-    """The result of one eval: a row of the table `evals`."""
+    """The result of one eval: a row of the table `evals`.
+
+    `name` has the eval's number where the run has several of that name; `eval_name` is the name in `samples`.
+    """
+
+    eval_name: str | None
 
 
 @columns_of(

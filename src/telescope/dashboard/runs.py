@@ -14,9 +14,8 @@ from fastapi import Query
 
 import telescope
 from telescope.dashboard import api
-from telescope.dashboard.curves import EVAL_NAME
 from telescope.dashboard.models import FROM_SUMMARY, Now
-from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
+from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, eval_names, json_object
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
@@ -169,9 +168,10 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
     """Returns the accuracies of the run's own evals, ordered by step."""
     visible = store.visible()
     store.refresh("evals")
-    names = f"{EVAL_NAME}, step, accuracy, accuracy_low, accuracy_high"
+    named, columns = eval_names(store.run), "name, number, step, accuracy, accuracy_low, accuracy_high"
     where = f"{visible} AND source IS DISTINCT FROM 'standalone' AND isfinite(accuracy)"
-    return [EvalPoint(*row) for row in store.fetch(f"SELECT {names} FROM evals WHERE {where} ORDER BY step, number")]
+    rows = store.fetch(f"SELECT {columns} FROM evals WHERE {where} ORDER BY step, number")
+    return [EvalPoint(named(name, number), *rest) for name, number, *rest in rows]
 
 
 def compare(registry: Registry, runs: Annotated[list[str], Query()], equal: bool = False) -> dict[str, Any]:

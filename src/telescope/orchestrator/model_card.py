@@ -112,17 +112,19 @@ def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
     rows = [
         row for row in run.table("evals").to_pylist() if row["status"] == "finished" and row["version"] <= last_step
     ]
-    chosen: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    chosen: dict[tuple[str, int, bool], Mapping[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["version"], row["ended_at"] or 0.0)):
-        chosen[row["name"], row["version"] == 0] = row
+        chosen[row["name"], row["number"] or 0, row["version"] == 0] = row
+    names = [name for name, _ in {(name, number) for name, number, _ in chosen}]
     return [
         (
-            row["name"], row["version"], f"{row['accuracy']:.4f}",
+            row["name"] if names.count(row["name"]) == 1 else f"{row['name']}#{row['number']}",
+            row["version"], f"{row['accuracy']:.4f}",
             "" if row["accuracy_low"] is None else f"{row['accuracy_low']:.4f} to {row['accuracy_high']:.4f}",
             row["num_items"], row["num_completions"],
             row["num_items"] * row["num_completions"] - row["num_scored"],
         )
-        for row in sorted(chosen.values(), key=lambda row: (row["name"], row["version"]))
+        for row in sorted(chosen.values(), key=lambda row: (row["name"], row["number"] or 0, row["version"]))
     ]  # fmt: skip
 
 

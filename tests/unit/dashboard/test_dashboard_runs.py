@@ -132,13 +132,17 @@ def test_statistics_of_a_step_that_was_killed_are_not_looked_for_again(tmp_path)
 
 def test_evals_of_one_name_are_told_apart_by_their_numbers(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
+        config = {"values": {"evals": [{"name": name} for name in ("a", "b", "a")]}}
+        begin_run(recorder, name="r", config_hash="c", config_json=json.dumps(config))
         for number, name in enumerate(("a", "b", "a")):
             recorder.write(
                 "evals", {"eval_id": f"{number}", "name": name, "number": number, "step": 3, "accuracy": 0.5}
             )
         recorder.write("evals", {"eval_id": "again", "name": "b", "number": 1, "step": 3, "source": "standalone"})
     store = RunStore(Run(tmp_path / "run"))
-    assert [row["name"] for row in evals(store)] == ["a#0", "b", "b", "a#2"]
+    assert [(row["name"], row["eval_name"]) for row in evals(store)] == [
+        ("a#0", "a"), ("b", "b"), ("b", "b"), ("a#2", "a"),
+    ]  # fmt: skip
     assert [point.name for point in eval_points(store)] == ["a#0", "b", "a#2"]
 
 

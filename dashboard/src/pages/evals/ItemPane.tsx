@@ -116,7 +116,7 @@ function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
           </div>
           <div className="d">
             {answer.score === null ? "failed, counts as wrong" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
-            <a className="link" href={answerAddress(place, { ...answer, step: row.step, eval_name: row.name.replace(/#\d+$/, "") })}>
+            <a className="link" href={answerAddress(place, { ...answer, step: row.step, eval_name: row.eval_name })}>
               open
             </a>
           </div>
