@@ -1,9 +1,9 @@
 """Divides the time of engines and trainer ranks by use. Returns plain data for the API.
 
 The time of an engine counts from the start of an attempt to its last sample or step. `timing_engines_idle` counts as
-idle, the time before the first request as start, and the rest is divided in proportion to generated tokens. The time of
-a rank is divided by the phases of the steps. The time outside of steps is for the start, evals before training, and
-restarts.
+idle, the time before the first request as start, and the rest is divided in proportion to generated tokens. Evals of
+`telescope eval` run on engines of their own and are left out. The time of a rank is divided by the phases of the
+steps. The time outside of steps is for the start, evals before training, and restarts.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from telescope.dashboard.store import RunStore
-from telescope.record.query import sql_text
+from telescope.record.files import STANDALONE
 
 GPUS = re.compile(r"([\d.]+) GPUs?$")
 """Matches an engine's number of GPUs at the end of its place in `topology`."""
@@ -29,6 +29,8 @@ PHASES = {
 """Step metrics for each phase of a rank, in seconds."""
 
 PART = "CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELSE status END"
+OWN = f"NOT starts_with(sample_id, '{STANDALONE}')"
+"""Samples of the run's own engines: `telescope eval` adds samples of others to the record."""
 SUMS = (
     "min(started_at) AS first, max(finished_at) AS last, sum(completion_tokens) AS tokens, sum(wasted_tokens) AS lost"
 )
@@ -42,10 +44,7 @@ def costs(store: RunStore) -> dict[str, Any]:
         times.setdefault(number, []).append(end or 0.0)
     first: dict[int, float] = {}
     tokens: Counter[str] = Counter()
-    store.refresh("evals")
-    later = store.fetch("SELECT eval_id FROM evals WHERE source = 'standalone'")  # on engines of their own
-    own = " AND ".join(["true", *(f"NOT starts_with(sample_id, {sql_text(name)})" for (name,) in later)])
-    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part", own):
+    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part", OWN):
         tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
         times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
         first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))

@@ -35,6 +35,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.session import Session, View
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import with_progress
+from telescope.record.files import STANDALONE
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -66,7 +67,7 @@ class EvalJob:
     @property
     def session(self) -> str:
         """Returns the id prefix of this job's evals, which makes them unique in the run's record."""
-        return f"standalone-{self.digest}"
+        return f"{STANDALONE}{self.digest}"
 
     def eval_names(self) -> dict[str, str]:
         """Returns the names of this job's evals by their ids in the record. Ambiguous names include the number."""

@@ -31,6 +31,8 @@ from telescope.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+STANDALONE = "standalone-"
+"""Prefix of the ids of evals and samples that `telescope eval` adds to the record of a run."""
 TEMPORARY_PREFIX = ".writing-"
 """Name prefix of incomplete files. Readers ignore them, and the next writer removes them."""
 

@@ -128,8 +128,7 @@ def test_the_hours_of_several_attempts_leave_out_the_time_between_them_and_later
             row = sample(first_step, "easy", 1, 1.0)
             recorder.write("samples", {**row, "started_at": began + 4, "finished_at": began + 15})
             # An eval of a checkpoint, hours later.
-            recorder.write("evals", {"eval_id": "later-eval0", "source": "standalone", "step": first_step})
-            later = {"sample_id": "later-eval0-0", "status": "eval", "completion_tokens": 50}
+            later = {"sample_id": "standalone-1f-eval0-a-v3-0", "status": "eval", "completion_tokens": 50}
             recorder.write("samples", {**row, **later, "started_at": began + 9000, "finished_at": began + 9001})
     found = costs(RunStore(Run(tmp_path / "run")))
     # 20 and 40 s: the engine waits 4 s of each for its first request, and then 3 s for the trainer.
