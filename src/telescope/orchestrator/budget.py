@@ -20,8 +20,8 @@ WINDOW = 512  # number of newest outcomes over which the share is computed
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """Prefix of the pool's messages, which differs between samples that failed for the same reason."""
-_NUMBER = re.compile(r"\d+")
-"""Such as sizes and ports, which differ too."""
+_NUMBER = re.compile(r"(?<!code )(?<!status )(?<!HTTP )(?<!signal )\b\d+")
+"""A number that may differ between failures of one cause, such as a size or a port, unlike an exit code."""
 
 
 What = Literal["samples", "prompts"]
@@ -58,7 +58,8 @@ class ErrorBudget:
         for item, cause in failures:
             by_kind[_NUMBER.sub("", cause)].append((item, cause))
         common = "; ".join(
-            f"{len(alike)} x {alike[-1][1]}, last with item {alike[-1][0]}"
+            f"{len(alike)} {'x' if len({cause for _, cause in alike}) == 1 else 'like'} {alike[-1][1]}, "
+            f"last with item {alike[-1][0]}"
             for alike in sorted(by_kind.values(), key=len, reverse=True)[:3]
         )
         raise RunError(
