@@ -341,7 +341,7 @@ def test_an_output_on_a_full_disk_ends_a_command_with_one_line(arguments):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "telescope", *arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    message = "telescope: the output cannot be written: No space left on device\n"
+    message = "telescope: the output cannot be written: No space left on device. Free space on its disk\n"
     assert (done.returncode, done.stderr) == (1, message)
 
 

@@ -75,16 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         code = code or _code_of(error.__context__)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _has_no_space(sys.stdout):
             raise
         _discard_output()
-        print(f"telescope: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"telescope: the output cannot be written: {error.strerror}. Free space on its disk", file=sys.stderr)
         code = EXIT_FAILED
     return code
 
 
 def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit flushes
+
+
+def _has_no_space(stream: TextIO) -> bool:
+    """Returns whether no further line can be written, so that the error was of this stream."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _code_of(error: BaseException | None) -> int:

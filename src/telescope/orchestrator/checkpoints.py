@@ -14,6 +14,7 @@ write costs that checkpoint only. Ranks compute the digests of their shards afte
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import shutil
@@ -401,10 +402,14 @@ class Checkpointer:
 
 
 def with_free_space(error: OSError, folder: Path) -> str:
-    """Returns the error's text with the disk's free space, because torch's message for a full disk does not name it."""
+    """Returns the error's text with the disk's free space, which torch's message for a full disk does not name.
+
+    The space comes first if it can be the cause.
+    """
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
         return str(error)
     space = f"the disk of {folder.parent} has {free_space(usage.free, usage.total)} left"
-    return f"{space} ({error})" if rules.disk(usage.free, usage.total, "") else f"{error} ({space})"
+    is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT) and rules.disk(usage.free, usage.total, "")
+    return f"{space} ({error})" if is_full else f"{error} ({space})"

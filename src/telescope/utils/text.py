@@ -74,7 +74,7 @@ def pluralize(number: int, noun: str) -> str:
 def free_space(free: float, total: float) -> str:
     """Returns `0.3 of 64 MiB` or `11.2 of 252 GiB`, for bytes of a disk."""
     unit, name = (2**30, "GiB") if total >= 10 * 2**30 else (2**20, "MiB")
-    return f"{free / unit:.1f} of {total / unit:,.0f} {name}"
+    return f"{free / unit:,.1f} of {total / unit:,.0f} {name}"
 
 
 def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:

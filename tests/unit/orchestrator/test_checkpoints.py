@@ -127,7 +127,7 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
     assert sorted(os.listdir(tmp_path)) == ["step_1", "step_3"], "nothing of the failed one is left"
     (news,) = [text for text in saving.status.messages if "after step 2 was not written" in text]
     assert "No space" in news
-    assert re.search(rf"the disk of {tmp_path} has \S+ of \S+ .iB left", news)
+    assert re.search(rf"the disk of {re.escape(str(tmp_path))} has \S+ of \S+ .iB left", news)
 
 
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
