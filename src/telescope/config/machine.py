@@ -161,15 +161,17 @@ def require_port(host: str, port: int, *, server: int, num_servers: int) -> None
         raise ConfigError(_explain(host, port, problem, server, num_servers))
 
 
-def require_prometheus_address(address: str) -> tuple[str, int]:
-    """Returns the host and the port of `prometheus_address`. Raises `ConfigError` if the driver cannot listen there."""
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host and the port of `HOST:PORT`."""
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if problem := listen_problem(host, int(port)):
-        raise ConfigError(
-            f"prometheus_address is {address}, where the driver cannot listen: {problem}. Choose another one"
-        )
-    return host, int(port)
+    return host.strip("[]"), int(port)
+
+
+def prometheus_error(address: str, problem: str) -> ConfigError:
+    """Returns the error for a `prometheus_address` where the driver cannot listen."""
+    return ConfigError(
+        f"prometheus_address is {address}, where the driver cannot listen: {problem}. Choose another one"
+    )
 
 
 def listen_problem(host: str, port: int) -> str | None:

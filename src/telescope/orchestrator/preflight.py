@@ -27,10 +27,12 @@ from telescope.config.machine import (
     SHARED_MEMORY,
     existing_parent,
     free_block,
+    listen_problem,
     local_resources,
+    prometheus_error,
     ray_cluster_is_configured,
     require_port,
-    require_prometheus_address,
+    split_address,
     visible_gpu_capabilities,
 )
 from telescope.config.memory import estimate_memory
@@ -344,9 +346,9 @@ def check_open_files(config: TelescopeConfig) -> str:
     lower = f", or set max_concurrent_prompts_per_server to at most {most}" if can_lower else ""
     raise ConfigError(
         f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
-        f"{config.group_size} and {config.num_inference_servers} servers is {slots:,} samples in flight, each with a "
-        f"connection, and a process may open {hard:,} files here. Raise that limit to {slots + OTHER_OPEN_FILES:,} "
-        f"(`ulimit -Hn`, or LimitNOFILE of a service){lower}"
+        f"{config.group_size} and {pluralize(config.num_inference_servers, 'server')} is {slots:,} samples in flight, "
+        f"each with a connection, and a process may open {hard:,} files here. Raise that limit to "
+        f"{slots + OTHER_OPEN_FILES:,} (`ulimit -Hn`, or LimitNOFILE of a service){lower}"
     )
 
 
@@ -411,7 +413,9 @@ def check_ports(config: TelescopeConfig) -> str:
 def check_prometheus_address(config: TelescopeConfig) -> None:
     """Checks that the driver can serve Prometheus at its address."""
     if config.prometheus_address:
-        require_prometheus_address(config.prometheus_address)
+        host, port = split_address(config.prometheus_address)
+        if problem := listen_problem(host, port):
+            raise prometheus_error(config.prometheus_address, problem)
 
 
 def check_alert_command(config: TelescopeConfig) -> None:

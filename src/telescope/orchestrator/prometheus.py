@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from telescope.config.machine import require_prometheus_address
+from telescope.config.machine import prometheus_error, split_address
 from telescope.orchestrator.status import RunStatus
 
 Metric = CounterMetricFamily | GaugeMetricFamily
@@ -75,8 +75,11 @@ class StatusCollector:
 
 def serve_status(address: str, status: RunStatus) -> Callable[[], None]:
     """Serves `status` at `host:port`. Returns a function that stops it. Raises `ConfigError` if it cannot."""
-    host, port = require_prometheus_address(address)
+    host, port = split_address(address)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))
-    server, _ = start_http_server(port, host, registry)
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise prometheus_error(address, error.strerror or str(error)) from error
     return server.shutdown

@@ -20,7 +20,7 @@ _NO_CHECKPOINT = "must be true (the latest), false, or the number of a checkpoin
 
 def _address_problem(text: str) -> str | None:
     is_address = re.fullmatch(r"\S+:\d{1,5}", text) and 0 < int(text.rpartition(":")[2]) <= 65535
-    return None if is_address else "it must be HOST:PORT, such as 127.0.0.1:9400"
+    return None if is_address else "it must be HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9400"
 
 
 class CheckpointSection(Section, title="Checkpointing"):
