@@ -143,6 +143,8 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
             final = _target(model)
             if not complete and steps is None:
                 return [final]
+            if not complete and final.step is None:
+                raise UserError(f"{source} has no complete checkpoint. {model} does not say its step: leave --step out")
             if final.step is not None and final.step > max(complete, default=0):  # the last checkpoint was not written
                 complete[final.step] = model
         if not complete:
@@ -151,7 +153,8 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
                 f"folder of {folder}"
             )
         if steps is not None and (missing := [step for step in steps if step not in complete]):
-            raise UserError(f"{folder} has no step_{missing[0]}. It has {', '.join(f'step_{n}' for n in complete)}")
+            has = ", ".join(child.name if child != model else f"{n} ({model})" for n, child in complete.items())
+            raise UserError(f"{folder} has no step_{missing[0]}. It has {has}")
         return [_target(child) for n, child in complete.items() if steps is None or n in steps]
     if is_local_path(source) or source.endswith("/"):
         problem = "is a file" if path.is_file() else "does not exist"

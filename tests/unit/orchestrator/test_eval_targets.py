@@ -73,6 +73,8 @@ def test_a_final_model_of_a_later_step_than_all_checkpoints_is_the_newest(run):
         (run / "model" / MARKER).write_text(json.dumps(origin))
         assert find_targets(EvalCommand(), [str(run)])[-1].path == expected
         assert find_targets(EvalCommand(), [str(run)], [step])[-1].path == expected
+    with pytest.raises(UserError, match=rf"has no step_11\. It has step_2, step_10, 12 \({run}/model\)"):
+        find_targets(EvalCommand(), [str(run)], [11])
 
 
 def test_models_and_listed_checkpoints_are_measured_too_each_once(run, tmp_path):
