@@ -112,7 +112,7 @@ class AgentRollout:
             raise self._failure
         errors = filter(None, [context.program_error, *(sandbox.program_error for sandbox in self._sandboxes)])
         if not rollout.trajectory.turns and (error := next(errors, None)):
-            raise EnvironmentFailure(f"its program made no call that was answered; {error}")
+            raise EnvironmentFailure(f"it made no call that was answered; {error}")
         rollout.trajectory.chat_rewards = {
             name: finite_number(chat.reward, f"the reward of the chat {name!r}")
             for name, chat in context.chats.items()

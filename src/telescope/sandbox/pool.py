@@ -253,7 +253,8 @@ class Sandbox:
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
         result = await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
         if result.exit_code:
-            self.program_error = f"a command {describe_exit(result.exit_code)}: {result.stderr.strip()[-200:]}"
+            code = result.exit_code if result.exit_code <= 128 else 128 - result.exit_code
+            self.program_error = f"a command {describe_exit(code)}: {(result.stderr or result.stdout).strip()[-200:]}"
         return result
 
     async def write(self, path: str, content: str | bytes) -> None:
