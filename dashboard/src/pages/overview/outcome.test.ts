@@ -41,6 +41,7 @@ test("a run without a checkpoint says why, by checkpoint_every", () => {
   expect(whyNone(10, false)).toBe("None is in the run directory.");
   expect([Number(false), 0].map((every) => whyNone(every, false))).toEqual(["checkpoint_every was not set.", "checkpoint_every was not set."]);
   expect(whyNone(0, true)).toBe("Set checkpoint_every to keep some.");
+  expect(whyNone(Number(undefined), false)).toBe("There is none here.");
 });
 
 test("the bars hold every part once, in hours, also one that this version does not know", () => {

@@ -51,8 +51,8 @@ export function commandsOf(path: string, best: Best | null, newest: number | und
   return [{ does: "chat", text: `telescope chat ${path} --step ${best.step}` }, ...(live ? [] : [resume]), { does: "eval", text: `telescope eval ${path} --step ${best.step}` }];
 }
 
-/** Returns why a run has no checkpoint, from its `checkpoint_every`, which is 0 without any. */
+/** Explains why a run has no checkpoint. `every` is its `checkpoint_every`: 0 if off, NaN if it is not recorded. */
 export function whyNone(every: number, live: boolean): string {
   if (every > 0) return live ? `One is written every ${every === 1 ? "step" : `${every} steps`}.` : "None is in the run directory.";
-  return live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set.";
+  return every === 0 ? (live ? "Set checkpoint_every to keep some." : "checkpoint_every was not set.") : "There is none here.";
 }

@@ -344,7 +344,7 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
       case "other":
         return null;
       case "wait": {
-        // Earlier requests held it back, with what this one took longest for.
+        // Earlier samples held its place; their longest phase is probably this sample's.
         const own = paths.flatMap((path) => path.parts.filter((part) => part.end <= path.ready + 1e-9 && part.kind !== "wait" && part.kind !== "other"));
         return textOf({ name: greatest(total(own), (part) => part.seconds)?.kind ?? "decode", seconds: spent });
       }
@@ -352,5 +352,5 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
         return "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.";
     }
   };
-  return causes.slice(0, 2).flatMap((cause) => textOf(cause) ?? []);
+  return [...new Set(causes.slice(0, 2).flatMap((cause) => textOf(cause) ?? []))];
 }
