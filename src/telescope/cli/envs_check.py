@@ -38,7 +38,7 @@ def check(arguments: argparse.Namespace, kwargs: dict[str, Any]) -> int:
     labels = _read_labels(arguments.labels, checks.environment.judge) if arguments.labels else []
     count = checks.info.num_samples
     items = list(range(0, count, -(-count // arguments.samples)))
-    with Reaper():  # also where a rollout that blocks the event loop ends this process
+    with Reaper():  # removes temporary files also if a blocked event loop ends this process
         trials = asyncio.run(checks.run(items))
     console = Console(highlight=False, width=LINE_CHARACTERS)
     for trial in trials:

@@ -156,7 +156,7 @@ def connect(
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray lowers the priority of its workers by default.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Otherwise Ray starts a process for each core, of 80 MB, and no actor takes one: theirs have a runtime environment.
+    # Ray would start an idle worker of 80 MB per core, which no actor uses, because actors have a runtime environment.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Only Ray's dashboard needs task events; the GCS would keep 100,000 of them.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")

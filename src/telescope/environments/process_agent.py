@@ -59,11 +59,11 @@ class ProcessAgent(Environment):
 
     def load_dataset(self, num_samples: int = -1, **_: Any) -> list[Sample]:
         """Lists the tasks with a temporary process. Raises `UserError`."""
-
         if shutil.which(self.command[0]) is None:
             raise UserError(
-                f"{self.name!r} is started with {self.command[0]!r} (`command` of its kwargs), which is not here. "
-                "Install it, or set `command` to a Python that has the packages, such as [/path/to/venv/bin/python]"
+                f"{self.name!r} is started with {self.command[0]!r} (`command` of its kwargs), which is no program "
+                "that can be found. Install it, or set `command` to a Python that has the packages, such as "
+                "[/path/to/venv/bin/python]"
             )
 
         async def load() -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ class Child:
             if not isinstance(error, EOFError | ValueError | TimeoutError):
                 raise
             known = {EOFError: "it ended", TimeoutError: f"{START_SECONDS:g} seconds passed"}
-            why = known.get(type(error), error_text(error))
+            why = known.get(type(error)) or f"it wrote no JSON ({error_text(error)})"
             raise EnvironmentFailure(f"{why} before it had listed its tasks: {self.end_of_stderr()}") from error
         self.has_ended = False
         self._tasks.append(asyncio.create_task(self._read_answers()))

@@ -162,6 +162,7 @@ class ChangeNotifier:
 
 EXIT_CODE = 130  # the exit code that shells expect from a program stopped by Ctrl-C
 ECHO_SECONDS = 0.5
+"""A SIGINT this soon after the first signal is its copy, not a second Ctrl-C."""
 
 
 class Interrupt:

@@ -231,7 +231,7 @@ class Endpoint:
         finally:
             rollout.num_requests -= 1
 
-    def _check(self, model: Any) -> None:
+    def _require_model(self, model: Any) -> None:
         if model not in self.models:
             message = f"The model `{model}` does not exist or you do not have access to it. There is: "
             raise Refusal(message + ", ".join(self.models), 404, "model_not_found", "model")
@@ -239,11 +239,11 @@ class Endpoint:
     def _describe(self, model: str) -> Body:
         """Returns a model, or the list of all, with the fields that the clients of both providers expect."""
         shared = {"object": "model", "type": "model", "owned_by": "telescope", "lifecycle": "active"}
-        made = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-        data = [{"id": name, "display_name": name, **shared, **made} for name in self.models]
+        created = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        data = [{"id": name, "display_name": name, **shared, **created} for name in self.models]
         if not model:
             return {"object": "list", "data": data, "has_more": False}
-        self._check(model)
+        self._require_model(model)
         return data[self.models.index(model)]
 
     def _parse(self, raw: bytes, dialect: Dialect) -> tuple[Call, Body]:
@@ -253,7 +253,7 @@ class Endpoint:
             body = None
         if not isinstance(body, dict):
             raise Refusal("We could not parse the JSON body of your request: it must be a JSON object.")
-        self._check(body.setdefault("model", self.models[0]))
+        self._require_model(body.setdefault("model", self.models[0]))
         try:
             return dialect.read(body), body
         except KeyError as error:

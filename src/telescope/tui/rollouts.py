@@ -170,8 +170,8 @@ def _cells(row: dict[str, Any]) -> list[Text]:
         Text(single_line(row[name])) if name in TEXTS else Text(number(row[name], 3), justify="right")
         for name in COLUMNS.values()
     ]
-    if row["eval_name"]:  # as in the pages: after how many steps
-        cells[0] = Text(f"◇{number(row['step'] + 1)}", justify="right")
+    if row["eval_name"] and row["step"] is not None:  # as in the pages: after how many steps
+        cells[list(COLUMNS.values()).index("step")] = Text(f"◇{number(row['step'] + 1)}", justify="right")
     return cells
 
 
@@ -186,7 +186,7 @@ def draw_sample(sample: dict[str, Any]) -> RenderableType:
     head = Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in numbers.items())
     why = f" ({single_line(sample['reason'])})" if sample["reason"] else ""
     step = f"step {number(sample['step'])}"
-    if sample["eval_name"]:
+    if sample["eval_name"] and sample["step"] is not None:
         step = f"eval {single_line(sample['eval_name'])} after {pluralize(sample['step'] + 1, 'step')}"
     title = (single_line(sample["sample_id"]), single_line(sample["environment"]), step)
     parts: list[RenderableType] = [Text("  ".join((*title, f"{sample['status']}{why}")), "bold"), head]

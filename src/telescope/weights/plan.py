@@ -1,8 +1,8 @@
 """The plan of a sync: the bucket layout. Both ends of a transfer derive it independently.
 
 Owns the description of a tensor (`TensorMeta`), the bucket layout, the two records that are sent as JSON over vLLM's
-control routes (`InitInfo`, `UpdateInfo`), a rank's report to the driver (`SendReport`), and what the driver does with
-fingerprints. Owns no tensor and no socket, and imports neither torch nor vLLM.
+control routes (`InitInfo`, `UpdateInfo`), a rank's report to the driver (`SendReport`), and the arithmetic of
+fingerprints that needs no tensor. Owns no tensor and no socket, and imports neither torch nor vLLM.
 
 Invariants: the layout is a pure function of `UpdateInfo`. Tensors keep the trainer's order. Every tensor is in one
 bucket, at an offset that is a multiple of `ALIGNMENT_BYTES`. Only a tensor larger than the bucket size makes a bucket
