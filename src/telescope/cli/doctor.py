@@ -203,7 +203,7 @@ def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
     found = f"{answer['version']}, {build}, {' and '.join(backends) or 'no process groups'}"
     is_blind = bool(gpus and answer["cuda"] and not answer["gpus"])
     return judge(
-        "torch", f"{found}; it sees none of {len(gpus)} GPUs" if is_blind else found,
+        "torch", f"{found}; it sees none of {pluralize(len(gpus), 'GPU')}" if is_blind else found,
         (not answer["gloo"], "bad", "a torch with torch.distributed and gloo: " + SET_UP),
         (gpus and not answer["cuda"], "note", "runs on CPU although there is a GPU: make setup ACCELERATOR=cuda"),
         (is_blind, "bad", "update the NVIDIA driver, or check CUDA_VISIBLE_DEVICES"),
