@@ -53,6 +53,10 @@ FORMS = [
      "questions with answers", "2?\n\nA. 1\nB. 2", "B", "B"),
     ({"question": "2?", "A": "1", "B": "2", "C": "", "answer": "B"}, "questions with answers",
      "2?\n\nA. 1\nB. 2", "B", "2"),
+    ({"question": "1 = 1?", "choices": ["true", "false"], "answer": True}, "questions with answers",
+     "1 = 1?\n\nA. true\nB. false", "A", "true"),
+    ({"question": "1 = 1?", "choices": ["no", "yes"], "answer": True}, "questions with answers",
+     "1 = 1?\n\nA. no\nB. yes", "B", "yes"),
     ({"question": "2?", "choices": ["", "1", None, "2"], "answer": 3}, "questions with answers",
      "2?\n\nB. 1\nD. 2", "D", "2"),
     ({"question": "2?", "choices": {"text": ["1", "2"], "label": ["C", "D"]}, "answerKey": "D"},
@@ -107,10 +111,16 @@ def test_rows_of_other_trainers_are_recognized(tmp_path, caplog, suffix, row, fo
     assert reward_of(environment, "I do not know.") == {"reward": 0.0, "correct": 0.0, "format": 0.0}
 
 
-def test_a_row_may_lack_a_column_of_choices_that_others_have(tmp_path):
-    row = {"question": "2?", "A": "1", "B": "2", "answer": "B"}
-    environment = made(write(tmp_path / "rows.jsonl", [{**row, "C": "3"}, row]))
-    assert [environment.get_sample(item).prompt for item in (0, 1)] == ["2?\n\nA. 1\nB. 2\nC. 3", "2?\n\nA. 1\nB. 2"]
+@pytest.mark.parametrize(
+    ("rows", "prompts"),
+    [([{"A": "1", "B": "2", "C": "3"}, {"A": "1", "B": "2"}], ["2?\n\nA. 1\nB. 2\nC. 3", "2?\n\nA. 1\nB. 2"]),
+     ([{"A": "", "B": ""}, {"A": "1", "B": "2"}], ["2?", "2?\n\nA. 1\nB. 2"]),
+     ([{"choices": None}, {"choices": []}, {"choices": ["1", "2"]}], ["2?", "2?", "2?\n\nA. 1\nB. 2"])],
+    ids=["a column", "any in columns", "any in a list"],
+)  # fmt: skip
+def test_a_row_may_lack_choices_that_others_have(tmp_path, rows, prompts):
+    environment = made(write(tmp_path / "rows.jsonl", [{"question": "2?", "answer": "2", **row} for row in rows]))
+    assert [environment.get_sample(item).prompt for item in range(len(rows))] == prompts
 
 
 def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):

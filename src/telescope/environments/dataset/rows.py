@@ -66,12 +66,17 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in shown.items()))
             named = str(gold)
             position = gold if isinstance(gold, int | float) else -1
+            texts_of_bool = [text for text in shown.values() if text.casefold() == named.casefold()]
+            if isinstance(gold, bool) and texts_of_bool:  # the text of a choice, not its position
+                named, position = texts_of_bool[0], -1
             if named.isdecimal() and named not in shown.values():  # HellaSwag writes it as text
                 position = int(named)
             if 0 <= position < len(choices) and named not in choices:
                 named = list(choices)[int(position)]
             letter = next((letter for letter, text in shown.items() if named in (letter, text)), None)
             gold = gold if letter is None else [letter, shown[letter]]
+        elif column in (*CHOICES, *lettered) and not isinstance(value, str):
+            continue  # an open question among others with choices
         elif isinstance(text := read_prompt(value), str):
             texts.append(text)
         else:
@@ -236,7 +241,7 @@ def choose_columns(
         raise UserError(f"dataset: {path} has no prompt ({', '.join(PROMPTS)}). {it_has} Set prompt to a column.")
     if not named and isinstance(value_of(rows[0], chosen[0]), str):
         chosen += ["input"] if chosen == ["instruction"] and has("input") else []
-        in_one = [column for column in CHOICES if any(_read_choices(value_of(rows[0], column)).values())][:1]
+        in_one = [c for c in CHOICES if has(c) and any(any(_read_choices(value_of(r, c)).values()) for r in rows)][:1]
         chosen += in_one or ([*filter(has, LETTERS)] if has("A") and has("B") else [])
     gold = answer or next(filter(has, ANSWERS), None)
     if gold is None and needs_answer and chosen[0] in ("messages", "conversations"):
