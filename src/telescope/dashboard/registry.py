@@ -13,6 +13,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -227,12 +228,20 @@ class Registry:
 
 
 def eval_names(run: Run) -> Callable[[str | None, int | None], str]:
-    """Returns a function that names an eval by its name and number: `a`, or `a#1` if the config has several `a`."""
+    """Returns a function that names an eval by its name and number: `a`, or `a#1` if there are several `a`.
+
+    They are in the config, or were measured together: a resumed run may have another number for the same eval.
+    """
     entries = config_of(run)[0].get("evals") or ()
-    names = [entry.get("name") for entry in entries if isinstance(entry, dict)]
+    names = [str(entry.get("name")) for entry in entries if isinstance(entry, dict)]
+    columns = ["attempt", "version", "source", "name", "number"]
+    rows = {tuple(row[name] for name in columns) for row in run.table("evals", columns=columns).to_pylist()}
+    together = Counter(row[:-1] for row in rows)
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    repeated |= {name for (*_, name), count in together.items() if count > 1}
 
     def named(name: str | None, number: int | None) -> str:
-        return f"{name}#{number}" if names.count(name) > 1 and number is not None else name or ""
+        return f"{name}#{number}" if name in repeated and number is not None else name or ""
 
     return named
 

@@ -139,9 +139,13 @@ def test_evals_of_one_name_are_told_apart_by_their_numbers(tmp_path):
                 "evals", {"eval_id": f"{number}", "name": name, "number": number, "step": 3, "accuracy": 0.5}
             )
         recorder.write("evals", {"eval_id": "again", "name": "b", "number": 1, "step": 3, "source": "standalone"})
+        for number in (0, 1):
+            recorder.write(
+                "evals", {"eval_id": f"c{number}", "name": "c", "number": number, "step": 3, "source": "standalone"}
+            )
     store = RunStore(Run(tmp_path / "run"))
     assert [(row["name"], row["eval_name"]) for row in evals(store)] == [
-        ("a#0", "a"), ("b", "b"), ("b", "b"), ("a#2", "a"),
+        ("a#0", "a"), ("c#0", "c"), ("b", "b"), ("b", "b"), ("c#1", "c"), ("a#2", "a"),
     ]  # fmt: skip
     assert [point.name for point in eval_points(store)] == ["a#0", "b", "a#2"]
 
