@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import shlex
+import signal
 import time
 from collections.abc import Coroutine, Mapping
 from contextvars import copy_context
@@ -25,6 +26,7 @@ from telescope.sandbox.base import ENDPOINT_PORT, ExecResult, SandboxConfig, San
 from telescope.sandbox.errors import SandboxBusyError, SandboxError, SandboxSetupError
 from telescope.sandbox.ledger import SandboxLedger
 from telescope.utils.process import describe_exit
+from telescope.utils.text import plain, single_line
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +232,13 @@ class GenericSandboxPool:
                     await asyncio.sleep(FIRST_PAUSE_SECONDS * attempt)
 
 
+def _describe_failure(command: str, result: ExecResult) -> str:
+    number = result.exit_code - 128
+    end = describe_exit(-number if number in signal.valid_signals() else result.exit_code)
+    output = plain(f"{result.stdout.strip()[-200:]}\n{result.stderr.strip()[-200:]}").strip()
+    return f"`{single_line(command)[:80]}` {end}{output and f': {output}'}"
+
+
 class Sandbox:
     """A sandbox from a pool. `endpoint` is the URL of the agents' endpoint on the host."""
 
@@ -237,7 +246,7 @@ class Sandbox:
         self.pool, self.handle = pool, handle
         self._endpoint = endpoint.removesuffix("/v1")
         self.program_error: str | None = None
-        """How the last command that failed ended."""
+        """How the last command failed, or None if it did not."""
 
     async def run(
         self, command: str, *, env: Mapping[str, str] | None = None, timeout: float = 60, cwd: str | None = None
@@ -252,9 +261,7 @@ class Sandbox:
         variables = {name: self._inside(str(value)) for name, value in (env or {}).items()}
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
         result = await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
-        if result.exit_code:
-            code = result.exit_code if result.exit_code <= 128 else 128 - result.exit_code
-            self.program_error = f"a command {describe_exit(code)}: {(result.stderr or result.stdout).strip()[-200:]}"
+        self.program_error = _describe_failure(command, result) if result.exit_code else None
         return result
 
     async def write(self, path: str, content: str | bytes) -> None:
