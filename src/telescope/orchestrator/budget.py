@@ -20,7 +20,7 @@ WINDOW = 512  # number of newest outcomes over which the share is computed
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """Prefix of the pool's messages, which differs between samples that failed for the same reason."""
-_NUMBER = re.compile(r"(?<!code )(?<!status )(?<!HTTP )(?<!signal )\b\d+")
+_NUMBER = re.compile(r"(?<!code )(?<!code: )(?<!status )(?<!HTTP )(?<!HTTP/1\.1 )(?<!signal )\b(0x[0-9a-f]+|\d+)")
 """A number that may differ between failures of one cause, such as a size or a port, unlike an exit code."""
 
 

@@ -115,7 +115,9 @@ def test_each_cause_is_reported_once_with_an_example_item():
 @pytest.mark.parametrize(
     ("cause", "common"),
     [("it has {} tokens", r"16 like it has 15 tokens, last with item 15\. Fix"),
-     ("it ended with exit code {}", r"1 x it ended with exit code 0, last with item 0; 1 x")],
+     ("a bad <Foo at 0x7f{}0>", r"16 like a bad <Foo at 0x7f150>, last with item 15\. Fix"),
+     ("it ended with exit code {}", r"1 x it ended with exit code 0, last with item 0; 1 x"),
+     ("Error code: {} - no", r"1 x Error code: 0 - no, last with item 0; 1 x")],
 )  # fmt: skip
 def test_causes_that_differ_in_a_size_are_alike_but_not_in_a_code(cause, common):
     budget = ErrorBudget(0.2)
