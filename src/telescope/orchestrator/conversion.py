@@ -53,9 +53,9 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
         raise UserError(f"{folder} is one checkpoint. Give it as --checkpoint-dir, with --output-dir")
     checkpoints = checkpoints_of_run(folder) if is_run(folder) else CheckpointFolder(folder)
     found = {known: checkpoints.folder_of(known) for known in checkpoints.steps()}
+    model = RunFiles(folder).model
+    trained = f". {model} has the trained weights in this form" if (model / "config.json").is_file() else ""
     if not found:
-        model = RunFiles(folder).model
-        trained = f". {model} has the trained weights in this form" if (model / "config.json").is_file() else ""
         raise UserError(
             f"{checkpoints.path} has no complete checkpoint (step_N with {META}). Give a run that was started with "
             f"checkpoint_every, or a folder with step_N folders{trained}"
@@ -65,7 +65,7 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
     wanted = max(found) if step is None else int(step)
     if wanted not in found:
         raise UserError(
-            f"{checkpoints.path} has no checkpoint after step {wanted}. It has {', '.join(map(str, found))}"
+            f"{checkpoints.path} has no checkpoint after step {wanted}. It has {', '.join(map(str, found))}{trained}"
         )
     return {wanted: found[wanted]}
 
