@@ -88,12 +88,9 @@ def _discard_output() -> None:
 
 
 def _has_no_space(stream: TextIO) -> bool:
-    """Returns whether no further line can be written, so that the error was of this stream."""
-    try:
-        os.write(stream.fileno(), b"\n")
-    except OSError:
-        return True
-    return False
+    """Returns whether the disk of `stream` is full."""
+    number = stream.fileno()
+    return os.fstatvfs(number).f_bavail == 0 or os.readlink(f"/proc/self/fd/{number}") == "/dev/full"
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from telescope.config.machine import prometheus_error, split_address
+from telescope.config.machine import listen_problem, prometheus_error, split_address
 from telescope.orchestrator.status import RunStatus
 
 Metric = CounterMetricFamily | GaugeMetricFamily
@@ -81,5 +81,5 @@ def serve_status(address: str, status: RunStatus) -> Callable[[], None]:
     try:
         server, _ = start_http_server(port, host, registry)
     except OSError as error:
-        raise prometheus_error(address, error.strerror or str(error)) from error
+        raise prometheus_error(address, listen_problem(host, port) or str(error)) from error
     return server.shutdown
