@@ -32,8 +32,10 @@ PART = "CASE WHEN status = 'discarded' AND reason = 'max_async' THEN 'stale' ELS
 OWN = f"NOT starts_with(sample_id, '{STANDALONE}')"
 """Samples of the run's own engines: `telescope eval` adds samples of others to the record."""
 SUMS = (
-    "min(started_at) AS first, max(finished_at) AS last, sum(completion_tokens) AS tokens, sum(wasted_tokens) AS lost"
+    "min(started_at) FILTER (started_at >= CASE attempt {began} ELSE 0 END) AS first, max(finished_at) AS last, "
+    "sum(completion_tokens) AS tokens, sum(wasted_tokens) AS lost"
 )
+"""Sums of an attempt's samples. A resumed run has samples that began in an earlier attempt."""
 
 
 def costs(store: RunStore) -> dict[str, Any]:
@@ -44,14 +46,17 @@ def costs(store: RunStore) -> dict[str, Any]:
         times.setdefault(number, []).append(end or 0.0)
     first: dict[int, float] = {}
     tokens: Counter[str] = Counter()
-    for row in store.aggregate("samples", f"attempt, {PART} AS part, {SUMS}", "attempt, part", OWN):
+    attempts = store.run.attempts()
+    starts = {0: 0.0} | {attempt["attempt"]: attempt["started_at"] or 0.0 for attempt in attempts}
+    sums = SUMS.format(began=" ".join(f"WHEN {number} THEN '{start}'::DOUBLE" for number, start in starts.items()))
+    for row in store.aggregate("samples", f"attempt, {PART} AS part, {sums}", "attempt, part", OWN):
         tokens.update({row["part"]: int(row["tokens"] or 0), "lost": int(row["lost"] or 0)})
         times.setdefault(row["attempt"], []).append(row["last"] or 0.0)
         first[row["attempt"]] = min(row["first"] or math.inf, first.get(row["attempt"], math.inf))
     engines, ranks, starting, on_gpus = 0.0, 0.0, 0.0, False
     num_engines: dict[int, float] = {}
     num_ranks: dict[int, float] = {}
-    for attempt in store.run.attempts():
+    for attempt in attempts:
         began, topology = attempt["started_at"], attempt["topology"] or {}
         number = attempt["attempt"]
         wall = max(0.0, max(times.get(number, ()), default=0.0) - began) if began else 0.0

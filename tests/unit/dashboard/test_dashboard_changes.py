@@ -127,6 +127,8 @@ def test_the_hours_of_several_attempts_leave_out_the_time_between_them_and_later
             recorder.write("steps", {"step": first_step, "metrics": metrics, **times})
             row = sample(first_step, "easy", 1, 1.0)
             recorder.write("samples", {**row, "started_at": began + 4, "finished_at": began + 15})
+            begun_before = {"sample_id": f"{first_step}-carried", "completion_tokens": 0, "wasted_tokens": 0}
+            recorder.write("samples", {**row, **begun_before, "started_at": began - 30, "finished_at": began + 15})
             # An eval of a checkpoint, hours later.
             later = {"sample_id": "standalone-1f-eval0-a-v3-0", "status": "eval", "completion_tokens": 50}
             recorder.write("samples", {**row, **later, "started_at": began + 9000, "finished_at": began + 9001})
