@@ -3,7 +3,7 @@
 from typing import Any
 
 from telescope.dashboard.api import Integer
-from telescope.dashboard.registry import eval_names
+from telescope.dashboard.registry import config_of, eval_names
 from telescope.dashboard.samples import NUMBERS, Filters, leave_out_common_prefix
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
@@ -120,9 +120,9 @@ def evals(store: RunStore) -> list[Row]:
     visible = store.visible()
     store.refresh("evals")
     rows = store.rows(f"SELECT * REPLACE ({KNOWN}) FROM evals WHERE {visible} ORDER BY step, number, attempt")
-    names = eval_names(store.run)
+    named = eval_names(config_of(store.run)[0], rows)
     return [
-        {**row, "name": names(row["name"], row["number"]), "eval_name": row["name"], "metrics": row["metrics"] or {}}
+        {**row, "name": named(row["name"], row["number"]), "eval_name": row["name"], "metrics": row["metrics"] or {}}
         for row in rows
     ]
 

@@ -227,16 +227,15 @@ class Registry:
         self._stores, self._problems = found, problems
 
 
-def eval_names(run: Run) -> Callable[[str | None, int | None], str]:
+def eval_names(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Callable[[str | None, int | None], str]:
     """Returns a function that names an eval by its name and number: `a`, or `a#1` if there are several `a`.
 
-    They are in the config, or were measured together: a resumed run may have another number for the same eval.
+    They are in the config, or were measured together: a resumed run may have another number for the same eval. `rows`
+    are those of the table `evals`.
     """
-    entries = config_of(run)[0].get("evals") or ()
-    names = [str(entry.get("name")) for entry in entries if isinstance(entry, dict)]
-    columns = ["attempt", "version", "source", "name", "number"]
-    rows = {tuple(row[name] for name in columns) for row in run.table("evals", columns=columns).to_pylist()}
-    together = Counter(row[:-1] for row in rows)
+    names = [str(entry.get("name")) for entry in config.get("evals") or () if isinstance(entry, dict)]
+    measured = {tuple(row[name] for name in ("attempt", "version", "source", "name", "number")) for row in rows}
+    together = Counter(row[:-1] for row in measured)
     repeated = {name for name, count in Counter(names).items() if count > 1}
     repeated |= {name for (*_, name), count in together.items() if count > 1}
 
@@ -302,8 +301,10 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
         if values:
             fields[LAST + name] = math.fsum(value / len(values) for value in values)  # a sum may be infinite
     newest: dict[str, int] = {}
-    named = eval_names(run)
-    for row in run.table("evals", columns=["name", "number", "version", "accuracy"]).to_pylist():
+    columns = ["attempt", "version", "source", "name", "number", "accuracy"]
+    rows = run.table("evals", columns=columns).to_pylist()
+    named = eval_names(config, rows)
+    for row in rows:
         name, version = named(row["name"], row["number"]), row["version"] or 0
         if name and row["accuracy"] is not None and version >= newest.get(name, version):
             newest[name], fields[EVAL + name] = version, row["accuracy"]

@@ -168,10 +168,15 @@ def eval_points(store: RunStore) -> list[EvalPoint]:
     """Returns the accuracies of the run's own evals, ordered by step."""
     visible = store.visible()
     store.refresh("evals")
-    named, columns = eval_names(store.run), "name, number, step, accuracy, accuracy_low, accuracy_high"
-    where = f"{visible} AND source IS DISTINCT FROM 'standalone' AND isfinite(accuracy)"
-    rows = store.fetch(f"SELECT {columns} FROM evals WHERE {where} ORDER BY step, number")
-    return [EvalPoint(named(name, number), *rest) for name, number, *rest in rows]
+    rows = store.rows(f"SELECT * FROM evals WHERE {visible} ORDER BY step, number")
+    named = eval_names(config_of(store.run)[0], rows)
+    return [
+        EvalPoint(
+            named(row["name"], row["number"]), row["step"], row["accuracy"], row["accuracy_low"], row["accuracy_high"]
+        )
+        for row in rows
+        if row["source"] != "standalone" and row["accuracy"] is not None and math.isfinite(row["accuracy"])
+    ]
 
 
 def compare(registry: Registry, runs: Annotated[list[str], Query()], equal: bool = False) -> dict[str, Any]:
