@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from telescope.environments.records import ChatMessage
@@ -57,24 +57,15 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
     texts: list[str] = []
     lettered = [column for column in columns if column in LETTERS]
     for column in columns:
-        value = value_of(row, column)
-        if column in lettered:
-            value = {name: row.get(name) for name in lettered} if column == lettered[0] else None
+        if column in lettered[1:]:
+            continue
+        value = {name: row.get(name) for name in lettered} if column in lettered else value_of(row, column)
         choices = _read_choices(value)
         if shown := {letter: text for letter, text in choices.items() if text}:
             if not all(text in "".join(texts) for text in shown.values()):
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in shown.items()))
-            named = str(gold)
-            position = gold if isinstance(gold, int | float) else -1
-            texts_of_bool = [text for text in shown.values() if text.casefold() == named.casefold()]
-            if isinstance(gold, bool) and texts_of_bool:  # the text of a choice, not its position
-                named, position = texts_of_bool[0], -1
-            if named.isdecimal() and named not in shown.values():  # HellaSwag writes it as text
-                position = int(named)
-            if 0 <= position < len(choices) and named not in choices:
-                named = list(choices)[int(position)]
-            letter = next((letter for letter, text in shown.items() if named in (letter, text)), None)
-            gold = gold if letter is None else [letter, shown[letter]]
+            letter = _choice_of(gold, choices)
+            gold = [letter, shown[letter]] if letter in shown else gold
         elif column in (*CHOICES, *lettered) and not isinstance(value, str):
             continue  # an open question among others with choices
         elif isinstance(text := read_prompt(value), str):
@@ -82,6 +73,20 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
         else:
             raise ValueError(f"messages in {column!r} cannot be joined with other columns. Set prompt to one column")
     return "\n\n".join(filter(None, texts)), gold
+
+
+def _choice_of(gold: Any, choices: Mapping[str, str]) -> str | None:
+    """Returns the letter of the choice that a gold names by its letter, its text or its position."""
+    named, texts = str(gold), list(filter(None, choices.values()))
+    position = gold if isinstance(gold, int | float) else -1
+    texts_of_bool = [text for text in texts if text.casefold() == named.casefold()]
+    if isinstance(gold, bool) and texts_of_bool:  # the text of a choice, not its position
+        named, position = texts_of_bool[0], -1
+    if named.isdecimal() and named not in texts:  # HellaSwag writes it as text
+        position = int(named)
+    if 0 <= position < len(choices) and named not in choices:
+        return list(choices)[int(position)]
+    return next((letter for letter, text in choices.items() if text and named in (letter, text)), None)
 
 
 def _read_choices(value: Any) -> dict[str, str]:
