@@ -386,3 +386,14 @@ def test_without_a_run_nothing_is_written(tmp_path, monkeypatch):
     ledger = SandboxLedger.of_process()
     ledger.closed(SandboxHandle("s1"))
     assert ledger.run == "" and list(ledger.rows()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr", "described"),
+    [(3, "", "", "`agent --all` ended with exit code 3"),
+     (255, "", "no key", "`agent --all` ended with exit code 255: no key"),
+     (137, "", "", "`agent --all` was killed by SIGKILL"),
+     (1, "the reason", "\x1b[31ma warning\x1b[0m", "`agent --all` ended with exit code 1: the reason\na warning")],
+)  # fmt: skip
+def test_a_command_that_failed_is_described_by_its_end_and_all_that_it_printed(code, stdout, stderr, described):
+    assert pool_module._describe_failure("agent --all", sandbox.ExecResult(code, stdout, stderr)) == described
