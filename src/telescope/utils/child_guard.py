@@ -73,18 +73,27 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def _prepare_command(parent: int, signals: set[signal.Signals]) -> None:
+    """Ends the command with its parent, and blocks only `signals` in it. Runs between fork and exec."""
+    end_with_parent(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
 def main(argv: list[str]) -> int:
     """Runs `PARENT_PID COMMAND...` until the command or the parent ends."""
     parent, command = int(argv[0]), argv[1:]
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
+    # A SIGTERM that arrives before there is a handler waits for it, otherwise it would kill the command with the shim.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        child = subprocess.Popen(command, env=environment, preexec_fn=partial(end_with_parent, os.getpid()))
+        child = subprocess.Popen(command, env=environment, preexec_fn=partial(_prepare_command, os.getpid(), blocked))
     except OSError as error:
         sys.stderr.write(f"telescope: {error}\n")  # names the program
         return 127
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     code = None
     while code is None:
         time.sleep(POLL_SECONDS)
