@@ -7,15 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from triton.runtime import interpreter
 
 from telescope.trainer import logprob, logprob_kernels
 from telescope.trainer.logprob import LogprobHead
 
 SMALL = {"rows": 16, "columns": 32, "group": 2}
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
+    _patch_tensor(tensor, *scope)
+    # That of Triton 3.6 is `int` of an array of one element, which NumPy 2.5 refuses.
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
 @pytest.fixture(params=[1, 2, 5], ids="span {}".format)
