@@ -73,7 +73,7 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _prepare_command(parent: int, signals: set[signal.Signals]) -> None:
+def _prepare_command(parent: int, signals: set[int | signal.Signals]) -> None:
     """Ends the command with its parent, and blocks only `signals` in it. Runs between fork and exec."""
     end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
