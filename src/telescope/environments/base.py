@@ -6,12 +6,13 @@ heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. 
 
 Invariants:
 - All rollouts of a process share an environment object. The state of a multi-turn rollout is in its `RolloutState`.
-- `get_sample(index)` returns the same sample in every process and at every call; random datasets are seeded.
+- `get_sample(index)` returns an equal sample in every process and at every call; random datasets are seeded.
 - Scoring methods may be plain or `async`. Telescope calls both outside the driver process.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -85,8 +86,13 @@ class Dataset(ABC):
         return len(self._loaded())
 
     def get_sample(self, index: int) -> Sample:
-        """Returns the sample at `index`, the same one in every process."""
-        return self._loaded()[index]
+        """Returns the sample at `index`, an equal one in every process and at every call.
+
+        It is a copy, because code of a rollout that appends to its prompt would change the prompts of all others.
+        """
+        sample = copy.copy(self._loaded()[index])
+        sample.prompt, sample.metadata = copy.deepcopy(sample.prompt), dict(sample.metadata)
+        return sample
 
     def _loaded(self) -> list[Sample]:
         if self._samples is None:

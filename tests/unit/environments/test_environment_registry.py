@@ -85,6 +85,17 @@ def test_a_reward_that_does_not_take_its_arguments_is_refused_with_the_form(writ
         get_eval("short_metrics", environments_path=[path])
 
 
+def test_code_of_a_rollout_that_changes_its_sample_changes_no_other(write):
+    path = write("changing", PLAIN.format(name="P").replace('Sample("a", "b")', 'Sample([{"role": "user"}], "b")'))
+    environment = get_environment("changing", environments_path=[path])
+    sample = environment.get_sample(0)
+    sample.prompt[0]["content"] = "x"
+    sample.prompt.append({})
+    sample.answer, sample.metadata["seen"] = "c", True
+    assert environment.get_sample(0).prompt == [{"role": "user"}]
+    assert environment.get_sample(0).answer == "b" and "seen" not in environment.get_sample(0).metadata
+
+
 @pytest.mark.parametrize("written", ["TAKES_TASK = True", "TAKES_TASK: bool = True", "TAKES_TASK = True  # a puzzle"])
 def test_a_file_that_takes_a_task_is_named_with_it(write, written):
     path = write("puzzles", f"{textwrap.dedent(PLAIN.format(name='Puzzle'))}\n{written}")
