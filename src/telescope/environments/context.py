@@ -168,7 +168,11 @@ class Chat:
         is_ids = is_list and bool(prompt) and isinstance(prompt[0], int)
         if not is_ids and not (is_list and all(isinstance(message, Mapping) for message in prompt)):
             form = "messages such as {'role': 'user', 'content': 'Hi'}, or of token ids"
-            raise UserError(f"generate got {repr(prompt)[:80]}: give a list of {form}")
+            if not is_list or isinstance(prompt, str):
+                raise UserError(f"generate got {repr(prompt)[:80]}: give a list of {form}")
+            wrong = next(message for message in prompt if not isinstance(message, Mapping))
+            fix = "append its `message`" if isinstance(wrong, Answer) else f"give a list of {form}"
+            raise UserError(f"generate got a list with {repr(wrong)[:80]}: {fix}")
         for tool in tools or ():
             if not isinstance(tool, Mapping) or "name" not in (tool.get("function") or ()):
                 form = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"

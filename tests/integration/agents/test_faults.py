@@ -14,7 +14,7 @@ from tests.integration.agents.test_agents import sampled_once
 from tests.processes import has_ended
 
 from telescope.environments.base import RewardResult, Sample
-from telescope.environments.context import RolloutContext
+from telescope.environments.context import Answer, RolloutContext
 from telescope.environments.registry import complete_class
 from telescope.errors import UserError
 from telescope.rollout.endpoint import MAX_IN_FLIGHT
@@ -272,6 +272,8 @@ async def asks_no_judge(context: RolloutContext) -> str:
         (raises(RecursionError()), "RecursionError (test_faults.py:"),
         (generates([]), "malformed: it has no messages"),
         *((generates(prompt), "give a list of messages such as") for prompt in ("Hi", ["Hi"], {"role": "user"}, None)),
+        (generates([*HI, Answer("Hello.")]), "got a list with Answer(text='Hello.'"),
+        (generates([*HI, Answer("Hello.")]), "append its `message`"),
         (generates([{"content": "Hi"}]), "has the role None"), (generates([{"role": "robot"}]), "has the role 'robot'"),
         (generates([{"role": "user", "content": b"Hi"}]), "the content of a message is b'Hi'"),
         (generates([{"role": "user", "content": 5}]), "malformed"),
