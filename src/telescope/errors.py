@@ -44,5 +44,9 @@ class InfrastructureError(RuntimeError):
     """An engine, a sandbox or the network failed. Retried, then masked; never scored as a reward of 0."""
 
 
+class MalformedResultError(TypeError):
+    """User code returned a value that its interface does not allow. The message names the field and the value."""
+
+
 class EnvironmentFailure(RuntimeError):
     """An environment's own code raised, hung, or returned a malformed value. The sample is masked and counted."""

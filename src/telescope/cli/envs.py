@@ -30,10 +30,9 @@ from telescope.environments.local_rollout import (
     roll_out_item,
 )
 from telescope.environments.registry import ENVIRONMENTS, environment_class, get_environment, list_environments
-from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.environments.user_code import describe_error
-from telescope.errors import InfrastructureError, RunError, UserError
+from telescope.errors import InfrastructureError, MalformedResultError, RunError, UserError
 from telescope.utils.text import plain, pluralize, user_path
 
 KINDS = ("single", "multi", "tools", "agent")

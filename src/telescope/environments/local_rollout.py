@@ -34,13 +34,12 @@ from telescope.environments.context import Call, RolloutContext
 from telescope.environments.parsers import answer_text, strip_think_tags
 from telescope.environments.records import assistant_message, conversation
 from telescope.environments.serialization import (
-    MalformedResultError,
     check_verdict,
     serialize_messages,
     serialize_score,
 )
 from telescope.environments.user_code import maybe_await, settled, take_steps
-from telescope.errors import RunError, UserError
+from telescope.errors import MalformedResultError, RunError, UserError
 
 
 @dataclass(slots=True, frozen=True)

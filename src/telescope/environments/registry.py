@@ -83,6 +83,12 @@ class Discovery:
         if ":" in name:
             module, _, class_name = name.partition(":")
             return Source(name, module, class_name, _file_of(module, f"{self.kind} {name!r}"))
+        for root in map(user_path, folders):
+            if (root / name).is_dir():
+                raise UserError(f"The folder {root / name} has no {self.file_name}: give its file this name.")
+            if (root / self.file_name).is_file():
+                fix = f"Name the folder that contains it: {root.resolve().parent}."
+                raise UserError(f"environments_path names {root}, which is the {self.kind} itself. {fix}")
         raise UserError(self.no_such(name, sorted(sources)))
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
@@ -354,8 +360,12 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_near_misses(kwargs, known_arguments(cls, Environment), f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
-    refuse_other_parameters(environment, name, "compute_reward", environment.is_multi_turn)
-    refuse_other_parameters(environment, name, "compute_eval_metrics", environment.is_multi_turn)
+    for method, given in METHODS.items():
+        if hasattr(environment, method):
+            refuse_other_parameters(environment, name, method, given)
+    scored = STATE if environment.is_multi_turn else COMPLETION
+    refuse_other_parameters(environment, name, "compute_reward", scored)
+    refuse_other_parameters(environment, name, "compute_eval_metrics", scored)
     if isinstance(environment.judge, dict):  # the constructor has not converted it
         from telescope.environments.judge import Judge
 
@@ -369,14 +379,32 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
     return environment
 
 
-def refuse_other_parameters(owner: Any, name: str, method: str, of_state: bool) -> None:
-    """Raises `UserError` if a scoring method does not take what it will be given."""
-    given = ("state",) if of_state else ("completion", "sample")
+COMPLETION, STATE = ("completion", "sample", 'eos_token=""'), ("state", 'eos_token=""')
+"""Parameters of scoring methods of one turn, and of several."""
+METHODS = {
+    "rollout": ("sample", "context"),
+    "get_initial_prompt": ("sample", "tokenizer=None"),
+    "create_initial_state": ("sample",),
+    "env_response": ("messages", "state"),
+    "is_done": ("state",),
+    "get_next_prompt_messages": ("state", "response"),
+    "end_rollout": ("state",),
+    "solution": ("sample",),
+    "cheats": ("sample",),
+}
+"""Parameters of the other methods that an environment may define."""
+
+
+def refuse_other_parameters(owner: Any, name: str, method: str, given: Sequence[str]) -> None:
+    """Raises `UserError` if a method does not take what it will be given. `eos_token` is given by name."""
+    named = {each.partition("=")[0]: None for each in given if each.startswith("eos_token")}
+    function = getattr(owner, method)
     try:
-        inspect.signature(getattr(owner, method)).bind(*given, eos_token="")
+        inspect.signature(function).bind(*given[: len(given) - len(named)], **named)
     except TypeError as error:
-        form = ", ".join(("self", *given, 'eos_token=""'))
-        raise UserError(f"{method} of {name!r} has {error}. Write `def {method}({form})`.") from None
+        keyword = "async def" if method == "rollout" or inspect.iscoroutinefunction(function) else "def"
+        form = f"{keyword} {method}({', '.join(('self', *given))})"
+        raise UserError(f"{method} of {name!r}: {error}. Write `{form}`.") from None
 
 
 def _with_tools(cls: type[Environment], tools: list[Any]) -> type[Environment]:

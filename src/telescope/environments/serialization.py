@@ -7,6 +7,7 @@ that names the field.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 from typing import Any
@@ -15,14 +16,11 @@ import numpy as np
 
 from telescope.environments.judge import USAGE
 from telescope.environments.records import ENV_NAME_KEY, ChatMessage, EvalMetricsResult, RewardResult, Sample
+from telescope.errors import MalformedResultError
 
 LARGEST_NUMBER = 1e30
 """Largest reward or metric. Its square is finite in float64; advantages and their sum over a batch are finite in
 float32."""
-
-
-class MalformedResultError(TypeError):
-    """User code returned a value that its interface does not allow."""
 
 
 def serialize_score(result: Any, for_eval: bool, method: str | None = None) -> dict[str, Any]:
@@ -30,7 +28,10 @@ def serialize_score(result: Any, for_eval: bool, method: str | None = None) -> d
     expected = EvalMetricsResult if for_eval else RewardResult
     method = method or ("compute_eval_metrics" if for_eval else "compute_reward")
     if not isinstance(result, expected):
-        raise MalformedResultError(f"{method} returned {_shown(result)}, not a {expected.__name__}")
+        fix = "EvalMetricsResult(metrics={...})" if for_eval else "RewardResult(total_reward=...)"
+        raise MalformedResultError(
+            f"{method} returned {_shown(result)}, not a {expected.__name__}: write `return {fix}`"
+        )
     if isinstance(result, EvalMetricsResult):
         metrics = _numbers(result.metrics, "metrics")
         total = metrics.get("reward")
@@ -109,6 +110,9 @@ def as_json(value: Any, field: str) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if inspect.iscoroutine(value):
+        value.close()  # otherwise Python warns, too
+        return f"the coroutine {value.__qualname__} (await it, in an `async def`)"
     try:
         text = repr(value)
     except Exception as error:

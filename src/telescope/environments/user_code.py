@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from telescope.errors import EnvironmentFailure, InfrastructureError, UserError
+from telescope.errors import EnvironmentFailure, InfrastructureError, MalformedResultError, UserError
 from telescope.utils.packages import is_installed
 
 R = TypeVar("R")
@@ -222,11 +222,13 @@ MAX_CHARACTERS = 2_000
 
 
 def user_code_line(error: BaseException, folder: Path | None = None) -> str | None:
-    """Returns the `file:line` in user code where the error was raised. None without a traceback.
+    """Returns the `file:line` in user code where the error was raised. None without a traceback or a line in user code.
 
     It is the innermost line in `folder`, the environment's folder. If there is none, it is the innermost line outside
     installed libraries and this package, or else the innermost of all.
     """
+    if isinstance(error, MalformedResultError):  # our line that rejects a result does not help
+        return None
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     if not frames:
         return None
@@ -253,7 +255,11 @@ def error_text(error: BaseException) -> str:
         message = f"(its __str__ raises {type(worse).__name__})"
     text = f"{name}: {message}" if message else name
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package and sys.modules.get(package) is None and not is_installed(package):
+    if isinstance(error, AttributeError | TypeError) and "'coroutine' object" in message:
+        text += " (a call of an async function lacks `await`)"
+    elif isinstance(error, ImportError) and (fix := _import_of_own_file(error)):
+        text += f" ({fix})"
+    elif package and sys.modules.get(package) is None and not is_installed(package):
         text += f" (this code needs it; install it, perhaps with: pip install {package})"
     elif data := _missing_nltk_data(error):
         text = f"{name}: nltk has no data {data!r} (this code needs it; install it: python -m nltk.downloader {data})"
@@ -262,9 +268,27 @@ def error_text(error: BaseException) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _import_of_own_file(error: ImportError) -> str | None:
+    """Returns how to import a file beside the one that failed to import it. None if it is not about such a file."""
+    where, name = user_code_line(error), (error.name or "").partition(".")[0]
+    if where is None or not name:
+        return None
+    folder = Path(where.rpartition(":")[0]).parent
+    if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
+        return f"the file beside it is imported with a dot: `from .{name} import ...`"
+    return "files of its folder are imported with a dot: `from .file import ...`" if name == folder.name else None
+
+
 def needs_stack(error: BaseException) -> bool:
     """Returns whether an error may be a bug of user code. Others are explained by their message."""
-    explained = UserError | InfrastructureError | EnvironmentFailure | ConnectionError | ModuleNotFoundError
+    explained = (
+        UserError
+        | MalformedResultError
+        | InfrastructureError
+        | EnvironmentFailure
+        | ConnectionError
+        | ModuleNotFoundError
+    )
     return not isinstance(error, explained) and _missing_nltk_data(error) is None
 
 

@@ -25,7 +25,9 @@ from telescope.environments.base import (
     SingleTurnEnvironment,
 )
 from telescope.environments.registry import (
+    COMPLETION,
     ENVIRONMENTS,
+    STATE,
     Discovery,
     Source,
     environment_class,
@@ -216,7 +218,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
         evaluation.tags_options = evaluation.tags_options or environment.tags_options
         evaluation.keeps_eos_token = evaluation.keeps_eos_token or environment.keeps_eos_token
     method = "compute_rollout_metrics" if evaluation.is_multi_turn else "compute_eval_metrics"
-    refuse_other_parameters(evaluation, name, method, evaluation.is_multi_turn)
+    refuse_other_parameters(evaluation, name, method, STATE if evaluation.is_multi_turn else COMPLETION)
     return evaluation
 
 

@@ -18,10 +18,10 @@ from telescope.environments.base import ChatMessage, RolloutState, TrajectorySte
 from telescope.environments.local_rollout import take_turn
 from telescope.environments.parsers import UnfinishedReasoning, answer_text, opening_tag
 from telescope.environments.records import assistant_message
-from telescope.environments.serialization import MalformedResultError, serialize_score, serialize_tool_records
+from telescope.environments.serialization import serialize_score, serialize_tool_records
 from telescope.environments.types import CONTEXT_EXHAUSTED, ROLLOUT_ERROR, Advance, RewardRecord
 from telescope.environments.user_code import Steps, error_text, settled
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError, MalformedResultError
 from telescope.rollout.loaded_environment import LoadedEnvironment
 from telescope.rollout.rendering import Dialogue
 from telescope.rollout.sample import Rollout

@@ -21,7 +21,6 @@ from contextvars import copy_context
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import (
     DeadlinePassed,
     Steps,
@@ -133,7 +132,6 @@ def user_failure(error: BaseException, label: str) -> Exception:
         _print_once("".join(traceback.format_exception(error)))
     kind = InfrastructureError if isinstance(error, InfrastructureError) else EnvironmentFailure
     error = original_error(error)
-    # A malformed result has no line in user code, and our own line that rejects it does not help.
-    where = None if isinstance(error, MalformedResultError | EnvironmentFailure) else user_code_line(error)
+    where = None if isinstance(error, EnvironmentFailure) else user_code_line(error)
     text = error_text(error).removeprefix(f"{EnvironmentFailure.__name__}: ")
     return kind(f"{label} failed: {text}" + (f" ({os.path.basename(where)})" if where else ""))

@@ -152,13 +152,19 @@ def test_a_malformed_reward_is_a_message(capsys, tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "environment.py").write_text(OWN_TOOLS.replace("RewardResult(1.0)", "1.0"))
     code, _, err = run(capsys, "try", "own", "--path", str(tmp_path), "--answer", "x")
-    assert code == 2 and "own, item 0: compute_reward returned float 1.0, not a RewardResult." in err
+    assert (
+        code == 2
+        and "own, item 0: compute_reward returned float 1.0, not a RewardResult: write `return RewardResult(" in err
+    )
     (tmp_path / "agent").mkdir()
     reward, rollout = 'def compute_reward(self, state, eos_token="")', "async def rollout(self, sample, context)"
     agent = OWN_TOOLS.replace(reward, rollout)
     (tmp_path / "agent" / "environment.py").write_text(agent.replace("RewardResult(1.0)", "1.0"))
     code, _, err = run(capsys, "try", "agent", "--path", str(tmp_path), "--answer", "x")
-    assert code == 2 and "agent, item 0: rollout returned float 1.0, not a RewardResult." in err
+    assert (
+        code == 2
+        and "agent, item 0: rollout returned float 1.0, not a RewardResult: write `return RewardResult(" in err
+    )
 
 
 @pytest.mark.parametrize(("body", "message"), [

@@ -11,9 +11,8 @@ from telescope.environments.base import RewardResult
 from telescope.environments.i3_code.own_problems import own_rows
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
-from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import InfrastructureError, MalformedResultError, UserError
 
 RUBRIC = [{"description": "It is short.", "weight": None, "points": 3}]
 ROW = {"prompt": "Capital of France?", "answer": "Paris", "empty": None, "rubric": RUBRIC}

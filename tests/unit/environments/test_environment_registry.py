@@ -1,5 +1,6 @@
 """Environments and evals are found by name and receive their arguments."""
 
+import re
 import sys
 import textwrap
 from importlib import metadata
@@ -76,13 +77,50 @@ def test_a_reward_that_does_not_take_its_arguments_is_refused_with_the_form(writ
     path = write("short_reward", BASE_ALONE.replace(', eos_token=""', ""))
     form = r'Write `def compute_\w+\(self, completion, sample, eos_token=""\)`'
     with pytest.raises(
-        UserError, match=rf"compute_reward of 'short_reward' has got an unexpected keyword argument 'eos_token'. {form}"
+        UserError, match=rf"compute_reward of 'short_reward': got an unexpected keyword argument 'eos_token'. {form}"
     ):
         get_environment("short_reward", environments_path=[path])
     metrics = "from telescope.evals import Eval\nclass E(Eval):\n    def compute_eval_metrics(self, completion): ...\n"
     path = write("short_metrics", metrics, file="eval.py")
-    with pytest.raises(UserError, match=rf"compute_eval_metrics of 'short_metrics' has too many positional.* {form}"):
+    with pytest.raises(UserError, match=rf"compute_eval_metrics of 'short_metrics': too many positional.* {form}"):
         get_eval("short_metrics", environments_path=[path])
+
+
+@pytest.mark.parametrize(("method", "form"), [
+    ("get_initial_prompt(self, sample)", "def get_initial_prompt(self, sample, tokenizer=None)"),
+    ("env_response(self, state)", "def env_response(self, messages, state)"),
+    ("is_done(self)", "def is_done(self, state)"),
+    ("solution(self)", "def solution(self, sample)"),
+    ("rollout(self, sample)", "async def rollout(self, sample, context)"),
+])  # fmt: skip
+def test_a_method_that_does_not_take_its_arguments_is_refused_with_the_form(write, method, form):
+    written = f"async def {method}" if "rollout" in method else f"def {method}"
+    path = write("short", f"{textwrap.dedent(PLAYS)}\n    {written}: ...\n")
+    with pytest.raises(UserError, match=rf"{method.partition('(')[0]} of 'short': .*Write `{re.escape(form)}`"):
+        get_environment("short", environments_path=[path])
+
+
+@pytest.mark.parametrize(("statement", "fix"), [
+    ("from helper import x", "`from .helper import ...`"),
+    ("from mine_alone.helper import x", "`from .file import ...`"),
+    ("from json import own", "`from .json import ...`"),
+])  # fmt: skip
+def test_an_import_of_a_file_of_the_folder_without_a_dot_is_explained(write, statement, fix):
+    write("mine_alone", "x = 1", file="helper.py")
+    write("mine_alone", "own = 1", file="json.py")
+    path = write("mine_alone", f"{statement}\n{textwrap.dedent(PLAIN.format(name='P'))}")
+    with pytest.raises(UserError, match=re.escape(fix)) as raised:
+        get_environment("mine_alone", environments_path=[path])
+    assert "pip install" not in str(raised.value)
+
+
+def test_a_folder_without_the_file_and_the_folder_of_the_environment_itself_are_named(write):
+    path = write("other_file", "", file="env.py")
+    with pytest.raises(UserError, match=r"other_file has no environment.py"):
+        get_environment("other_file", environments_path=[path])
+    path = write("itself", PLAIN.format(name="P"))
+    with pytest.raises(UserError, match=r"itself, which is the environment itself. Name the folder .*mine"):
+        get_environment("itself", environments_path=[path / "itself"])
 
 
 def test_code_of_a_rollout_that_changes_its_sample_changes_no_other(write):

@@ -8,13 +8,14 @@ import pytest
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample
 from telescope.environments.serialization import (
     LARGEST_NUMBER,
-    MalformedResultError,
     check_verdict,
     sample_uid,
     serialize_messages,
     serialize_score,
     serialize_tool_records,
 )
+from telescope.environments.user_code import describe_error, needs_stack
+from telescope.errors import MalformedResultError
 
 
 def test_identity_of_a_sample_is_its_content():
@@ -62,6 +63,16 @@ def test_the_largest_scores_have_finite_statistics():
 def test_malformed_scores_are_refused_by_name_and_value(result, words):
     with pytest.raises(MalformedResultError, match=words):
         serialize_score(result, for_eval=False)
+
+
+def test_a_coroutine_is_shown_with_the_fix_and_without_its_address():
+    async def score():
+        return 1.0
+
+    with pytest.raises(MalformedResultError, match=r"total_reward is the coroutine \S+score \(await it") as raised:
+        serialize_score(RewardResult(score()), for_eval=False)
+    assert describe_error(raised.value) == f"MalformedResultError: {raised.value}", "a line of ours is named"
+    assert not needs_stack(raised.value)
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}

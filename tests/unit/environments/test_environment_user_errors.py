@@ -33,6 +33,10 @@ class Unprintable(Exception):
 @pytest.mark.parametrize(("error", "text"), [
     (ValueError("\ud800"), "ValueError: ?"),
     (SystemExit(), "SystemExit"),
+    (
+        AttributeError("'coroutine' object has no attribute 'text'"),
+        "AttributeError: 'coroutine' object has no attribute 'text' (a call of an async function lacks `await`)",
+    ),
     (Unprintable(), "Unprintable: (its __str__ raises RuntimeError)"),
     (
         ModuleNotFoundError("No module named 'absent.part'", name="absent.part"),
@@ -43,7 +47,7 @@ class Unprintable(Exception):
         LookupError("\n***\n  Resource 'words' not found.\n  >>> nltk.download('words')\n"),
         "LookupError: nltk has no data 'words' (this code needs it; install it: python -m nltk.downloader words)",
     ),
-], ids=["odd text", "no text", "text that raises", "no package", "no data"])  # fmt: skip
+], ids=["odd text", "no text", "no await", "text that raises", "no package", "no data"])  # fmt: skip
 def test_an_error_without_a_traceback_is_described(error, text):
     assert describe_error(error) == text
 

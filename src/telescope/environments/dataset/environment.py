@@ -35,9 +35,8 @@ from telescope.environments.parsers import (
 )
 from telescope.environments.records import GoldCheck
 from telescope.environments.registry import make_environment
-from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import load_function, maybe_await
-from telescope.errors import UserError
+from telescope.errors import MalformedResultError, UserError
 from telescope.utils.text import did_you_mean, is_misspelled, pluralize
 
 REQUIRED_PACKAGES: list[str] = []
