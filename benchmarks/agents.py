@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from demo_runs import DemoRun, compare, fields_of_environment, parser_of_runs
+from demo_runs import DemoRun, compare, fields_of_environment, parse_runs, parser_of_runs
 
 STEPS = 30
 
@@ -43,9 +43,7 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def main() -> int:
     parser = parser_of_runs(__doc__, "seed 0, 10 steps", str(STEPS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seeds, arguments.steps = [0], arguments.steps or 10
+    arguments = parse_runs(parser, quick_steps=10)
     steps = {"number_of_steps": arguments.steps or STEPS}
     runs = [
         (name, DemoRun(seed, {**TASKS[name][1], **steps}, model=TASKS[name][0]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from demo_runs import DemoRun, compare, parser_of_runs
+from demo_runs import DemoRun, compare, parse_runs, parser_of_runs
 
 STEPS = 30
 """Half of the demo's: enough to distinguish learning from noise."""
@@ -46,9 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = parser_of_runs(__doc__, "seed 0, 15 steps", str(STEPS))
     parser.add_argument("--algorithms", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seeds, arguments.steps = [0], arguments.steps or 15
+    arguments = parse_runs(parser, quick_steps=15)
     steps = {"number_of_steps": arguments.steps or STEPS}
     # Seeds in the outer loop, so that an interrupted benchmark has every algorithm once.
     runs = [

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import yaml
-from demo_runs import CONFIGS, DemoRun, compare, parser_of_runs
+from demo_runs import CONFIGS, DemoRun, compare, parse_runs, parser_of_runs
 
 AIM = 0.2
 """Required absolute gain of held-out accuracy for every seed."""
@@ -22,13 +22,11 @@ AIM = 0.2
 
 def main() -> int:
     parser = parser_of_runs(__doc__, "seed 0, untied, 20 steps", "the config's")
-    parser.add_argument("--kinds", nargs="+", choices=["untied", "tied"], default=["untied", "tied"], help="embeddings")
+    parser.add_argument("--kinds", nargs="+", choices=["untied", "tied"], help="embeddings (default: both)")
     parser.add_argument("--config", default="demo_countdown.yaml", help="a file of configs/examples for this model")
     parser.add_argument("--kwargs", type=yaml.safe_load, default={}, help="of its environments, as {agent: checker}")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seeds, arguments.kinds, arguments.steps = [0], ["untied"], arguments.steps or 20
-
+    arguments = parse_runs(parser, quick_steps=20)
+    arguments.kinds = arguments.kinds or (["untied"] if arguments.quick else ["untied", "tied"])
     fields: dict[str, Any] = {} if arguments.steps is None else {"number_of_steps": arguments.steps}
     if arguments.kwargs:
         config = yaml.safe_load((CONFIGS / arguments.config).read_text())

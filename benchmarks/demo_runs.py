@@ -135,10 +135,19 @@ class ResultsFile:
 def parser_of_runs(description: str | None, quick: str, steps: str) -> argparse.ArgumentParser:
     """Returns a parser with the arguments of a benchmark that trains the demo."""
     parser = parser_of(description, quick)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of model and run")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of model and run (default: 0 1 2, with --quick 0)")
     parser.add_argument("--steps", type=positive, help=f"training steps (default: {steps})")
     parser.add_argument("--port", type=int, default=8100, help="inference_base_port")
     return parser
+
+
+def parse_runs(parser: argparse.ArgumentParser, *, quick_steps: int | None = None) -> argparse.Namespace:
+    """Parses the command line. --quick replaces only the defaults of seeds and steps."""
+    arguments = parser.parse_args()
+    arguments.seeds = arguments.seeds or ([0] if arguments.quick else [0, 1, 2])
+    if arguments.quick:
+        arguments.steps = arguments.steps or quick_steps
+    return arguments
 
 
 def run_all(runs: Sequence[DemoRun], arguments: argparse.Namespace) -> list[dict[str, Any]]:

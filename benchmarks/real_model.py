@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from command_line import fields_of, require_gpus, show
-from demo_runs import DemoRun, fields_of_environment, gain, parser_of_runs, run_all
+from demo_runs import DemoRun, fields_of_environment, gain, parse_runs, parser_of_runs, run_all
 
 AIM = 0.1
 """Required absolute gain of held-out accuracy for every seed."""
@@ -49,10 +49,8 @@ STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 def main() -> int:
     parser = parser_of_runs(__doc__, "two CPU cores, seed 0", "40, with --quick 12")
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
-    arguments = parser.parse_args()
+    arguments = parse_runs(parser)
     require_gpus(parser, quick=arguments.quick)
-    if arguments.quick:
-        arguments.seeds = [0]
     fields = {
         **fields_of_environment("sums", 200 if arguments.quick else 1000),
         "max_tokens": 16,

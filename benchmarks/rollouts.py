@@ -228,11 +228,12 @@ COLUMNS = (
 
 def main() -> int:
     parser = parser_of(DESCRIPTION, "one seed and few steps, to see that it runs", EPILOG)
-    parser.add_argument("--steps", type=int, default=120, help="training steps of each run (default: 120)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--steps", type=int, help="training steps of each run (default: 120)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.seeds = WARM_UP_STEPS + 5, [0]
+    arguments.seeds = arguments.seeds or ([0] if arguments.quick else [0, 1, 2])
+    if arguments.steps is None:
+        arguments.steps = WARM_UP_STEPS + 5 if arguments.quick else 120
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: use more than {WARM_UP_STEPS}, which do not count")
     made, results = provenance(["numpy"]), []
