@@ -33,6 +33,7 @@ from telescope.rollout.joins import Joins, Prompt
 from telescope.rollout.messages import text_of
 from telescope.rollout.rendering import Renderer
 from telescope.rollout.sample import Rollout
+from telescope.sandbox.errors import SandboxCommandTimeoutError
 from telescope.sandbox.pool import Sandbox
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ class AgentRollout:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
         except DeadlinePassed:
             raise EnvironmentFailure(f"it did not end within {seconds:g} seconds (rollout_timeout_seconds)") from None
+        except SandboxCommandTimeoutError as late:  # of the agent's own command, which would be late again
+            why = f"{late}: raise its `timeout`, or catch SandboxCommandTimeoutError and return a reward"
+            raise self._failure or EnvironmentFailure(why) from None
         except Exception:
             if self._failure is not None:
                 raise self._failure from None

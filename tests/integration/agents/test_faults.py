@@ -19,6 +19,7 @@ from telescope.environments.registry import complete_class
 from telescope.errors import UserError
 from telescope.rollout.endpoint import MAX_IN_FLIGHT
 from telescope.rollout.request_slots import RequestSlotPool
+from telescope.sandbox import SandboxCommandTimeoutError
 
 CALLS = """
 import json, os, urllib.request
@@ -191,6 +192,17 @@ async def test_a_program_of_a_background_task_ends_with_its_rollout(
     for late in (kept[0].run(["true"]), kept[0].sandbox()):
         with pytest.raises(UserError, match="the rollout has ended"):
             await late
+
+
+async def test_a_command_of_the_agent_that_is_late_masks_its_sample_without_a_retry(bench: Any) -> None:
+    async def is_late(context: RolloutContext) -> str:
+        await context.generate(HI)
+        raise SandboxCommandTimeoutError("python3 agent.py", 5)
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=is_late)).run()
+    assert (sample.failure_kind, sample.num_infrastructure_retries) == ("environment", 0)
+    assert "'python3 agent.py' did not end within 5 s" in sample.failure_message
+    assert "raise its `timeout`, or catch" in sample.failure_message
 
 
 async def test_a_sandbox_that_a_failed_rollout_waits_for_is_not_taken(bench: Any) -> None:
