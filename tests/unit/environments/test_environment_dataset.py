@@ -123,6 +123,15 @@ def test_a_row_may_lack_choices_that_others_have(tmp_path, rows, prompts):
     assert [environment.get_sample(item).prompt for item in range(len(rows))] == prompts
 
 
+def test_answers_that_are_none_of_the_choices_of_their_row_are_counted(tmp_path):
+    answers = ["B", "E", 1, 7, "4/2", "An open one", None]
+    rows = [{"question": "2?", "choices": ["1", "4/2"], "answer": answer} for answer in answers]
+    rows[5]["choices"] = None
+    environment = made(write(tmp_path / "rows.jsonl", rows), reward="exact")
+    assert len(environment) == 6, "a row without an answer is left out"
+    assert "The answer of 2 rows is none of the row's choices, such as row 1 ('E')." in environment._notices[0]
+
+
 def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):
     assert made(write(tmp_path / "rows.csv", [GSM8K])).get_sample(0).answer == "1,072"
     (tmp_path / "lines.csv").write_text('question,answer\n"a\u2028b\nc",4\n')

@@ -19,6 +19,7 @@ from telescope.environments.dataset.rewards import call_function, read_reward, r
 from telescope.environments.dataset.rows import (
     GSM8K,
     choose_columns,
+    is_no_choice,
     read_assertions,
     read_criteria,
     read_row,
@@ -160,12 +161,15 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         is_final = self.terms.compares != "math" and form != GSM8K
         samples: list[Sample] = []
         unusable: list[str] = []
+        without_choice: list[str] = []
         columns_used = f"prompt in {', '.join(map(repr, prompts))}, " + (
             f"answer in {answer!r}" if answer else "no column of answers"
         )
         for number, row in enumerate(rows):
             try:
                 messages, gold = read_row(row, prompts, answer)
+                if len(prompts) > 1 and is_no_choice(gold, row, prompts):
+                    without_choice.append(f"row {number} ({gold!r:.40})")
                 golds = math_problems.read_golds(gold, is_final=is_final)
                 if self.terms.judges:
                     self._criteria_of(row)
@@ -191,6 +195,9 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             columns_used += f" Other columns: {', '.join(others)}."
         if num_empty := len(rows) - len(samples) - len(unusable):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
+        if without_choice:
+            num, first = pluralize(len(without_choice), "row"), without_choice[0]
+            columns_used += f" The answer of {num} is none of the row's choices, such as {first}."
         if unusable:
             columns_used += f" Left out as unusable: {pluralize(len(unusable), 'row')}, such as {unusable[0]}."
         self.notice(f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}")

@@ -75,6 +75,14 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
     return "\n\n".join(filter(None, texts)), gold
 
 
+def is_no_choice(gold: Any, row: dict[str, Any], columns: Sequence[str]) -> bool:
+    """Returns whether a row has choices, and its gold, as `read_row` returns it, is none of them."""
+    lettered = {name: row.get(name) for name in columns if name in LETTERS}
+    values = (lettered, *(value_of(row, name) for name in columns if name not in LETTERS))
+    is_open = gold is None or isinstance(gold, list)
+    return not is_open and any(any(_read_choices(value).values()) for value in values)
+
+
 def _choice_of(gold: Any, choices: Mapping[str, str]) -> str | None:
     """Returns the letter of the choice that a gold names by its letter, its text or its position."""
     named, texts = str(gold), list(filter(None, choices.values()))
