@@ -6,6 +6,7 @@ the name exists; `telescope.orchestrator.preflight` does, before anything starts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -93,3 +94,9 @@ class EvalEntry(Section):
                 "which would leave none for training; set num_samples to how many to reserve"
             )
         return self
+
+
+def distinct_names(entries: Sequence[Any]) -> list[str]:
+    """Returns one name per entry of `environments`: its name, or `name#number` where several entries share it."""
+    names = [entry.name for entry in entries]
+    return [f"{name}#{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from telescope.config import EvalEntry, TelescopeConfig
+from telescope.config.environments import distinct_names
 from telescope.environments.types import EnvironmentInfo, EnvironmentSpec
 from telescope.errors import ConfigError
 from telescope.evals.base import eval_spec
@@ -28,9 +29,7 @@ def environment_keys(config: TelescopeConfig, *, with_training: bool = True) -> 
     Without training, only the environments of evals remain.
     """
     specs: list[EnvironmentSpec] = []
-    for index, entry in enumerate(config.environments):
-        twice = sum(other.name == entry.name for other in config.environments) > 1
-        key = f"{entry.name}#{index}" if twice else entry.name
+    for key, entry in zip(distinct_names(config.environments), config.environments, strict=True):
         specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
     trained, evals = list(specs), []
     for index, each in enumerate(config.evals):

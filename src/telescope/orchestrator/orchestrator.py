@@ -217,7 +217,7 @@ class Orchestrator:
         self.ledger.opened(sampled.n)
         group = Group(
             sampled,
-            self.config.environments[sampled.environment].name,
+            self.environment_keys[sampled.environment],
             prompt,
             self.config.group_size,
             self.version,

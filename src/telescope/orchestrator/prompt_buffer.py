@@ -111,9 +111,9 @@ class PromptBuffer:
 
     async def _prepare(self, sampled: SampledPrompt) -> PreparedPrompt | None:
         """Renders and tokenizes one prompt. Returns None when it is held out, too long, or its environment failed."""
-        name = self.config.environments[sampled.environment].name
+        name = self.environment_keys[sampled.environment]
         try:
-            prompt = await self.source.prepare(self.environment_keys[sampled.environment], sampled.index)
+            prompt = await self.source.prepare(name, sampled.index)
         except EnvironmentFailure as error:
             logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", sampled.n, name, sampled.index, error)
             self.budget.failed("prompts", name, sampled.index, str(error))
@@ -137,21 +137,21 @@ async def measure_prompts(config: TelescopeConfig, source: RolloutPool, keys: li
     Measures items spread over the dataset. Raises `UserError` for an environment whose prompts are all too long.
     """
     news = []
-    for entry, key in zip(config.environments, keys, strict=True):
+    for key in keys:
         size = (await source.describe(key)).num_samples
         items = range(0, size, max(-(-size // NUM_MEASURED), 1))
         found = await asyncio.gather(*(_length(source, key, item) for item in items))
         lengths = [length for length in found if isinstance(length, int)]
         if failures := [failure for failure in found if isinstance(failure, EnvironmentFailure)]:
             first = single_line(str(failures[0]))
-            all_of = f"{len(failures)} of {len(found)} measured prompts of {entry.name}"
+            all_of = f"{len(failures)} of {len(found)} measured prompts of {key}"
             news.append(f"{all_of} cannot be rendered and are left out. The first one: {first}")
         num_long = sum(length >= max_context for length in lengths)
         if not num_long:
             continue
         measured = "the" if len(items) == size else f"{len(lengths)} measured"
         what = (
-            f"{num_long / len(lengths):.0%} of {measured} prompts of {entry.name} leave no space for an answer: "
+            f"{num_long / len(lengths):.0%} of {measured} prompts of {key} leave no space for an answer: "
             f"{context_field(config)} allows {max_context} tokens, and the longest has {max(lengths)}"
         )
         if num_long == len(lengths):

@@ -200,7 +200,7 @@ async def make_orchestrator(
     config = components.config
     infos = [components.rollouts.infos[key] for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
-        directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
+        directory.recorder.write("environments", record_rows.environment_row(key, key, entry.weight, info))
     for key, eval_entry in zip(components.keys.evals, config.evals, strict=True):
         if key not in components.keys.training:
             row = record_rows.environment_row(key, eval_entry.name, None, components.rollouts.infos[key])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from telescope.algorithms.base import DELTA_CLAMP
 from telescope.algorithms.loss import LossTerms
+from telescope.config.environments import distinct_names
 from telescope.trainer.loss import DeviceMicroBatch
 from telescope.utils.timeline import Span
 
@@ -62,7 +63,7 @@ _SUMS = (
 
 def environment_names(config: Any) -> tuple[str, ...]:
     """Returns the environments with separate metrics, equal on all ranks."""
-    return tuple(sorted({entry.name for entry in config.environments})[:MAX_ENVIRONMENTS])
+    return tuple(sorted(distinct_names(config.environments))[:MAX_ENVIRONMENTS])
 
 
 class StepMetrics:

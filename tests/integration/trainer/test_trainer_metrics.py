@@ -15,7 +15,7 @@ from telescope.trainer.worker import Trainer
 LENGTHS = [5, 31, 12, 7, 9, 28, 19, 3]
 ENVIRONMENTS = ["countdown", "wordle", "countdown", "unlisted", "wordle", "countdown", "countdown", "wordle"]
 AGES = [0, 1, 0, 3, 9, 0, 2, 40]
-LISTED = [SimpleNamespace(name="wordle"), SimpleNamespace(name="countdown"), SimpleNamespace(name="wordle")]
+LISTED = [SimpleNamespace(name="wordle"), SimpleNamespace(name="countdown")]
 VERSION = 50
 
 
@@ -110,6 +110,11 @@ def test_the_number_of_metrics_stays_bounded(one_rank):
     assert {key.split("/")[1] for key in metrics if key.startswith("staleness/age")} <= set(AGE_NAMES)
     many = SimpleNamespace(environments=[SimpleNamespace(name=f"e{i}") for i in range(500)])
     assert len(environment_names(many)) == MAX_ENVIRONMENTS
+
+
+def test_environments_that_share_a_name_have_metrics_of_their_own():
+    twice = SimpleNamespace(environments=[SimpleNamespace(name=name) for name in ("dataset", "wordle", "dataset")])
+    assert environment_names(twice) == ("dataset#0", "dataset#2", "wordle")
 
 
 def test_one_environment_has_no_metrics_of_its_own(one_rank):
