@@ -369,7 +369,10 @@ def is_run(directory: Path) -> bool:
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
-    """Returns the runs in `root`, `SEARCH_DEPTH` levels deep, or `root` if it is one. Raises `UserError` without it."""
+    """Returns the runs in `root`, `SEARCH_DEPTH` levels deep, or `root` if it is one. Raises `UserError` without it.
+
+    A run that links lead to is listed once.
+    """
     top = Path(root)
     if not top.is_dir():
         raise UserError(f"{str(root)!r} is not a folder. Set --root to the folder of the runs.")
@@ -378,26 +381,33 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
             return [Run(top)]
     except PermissionError as error:
         raise UserError(f"{str(root)!r} may not be read: {error}") from None
-    found: list[Run] = []
+    found: dict[Path, Run] = {}
+    real_top = top.resolve()
+    searched = {real_top}
     level = [top]
     for _ in range(SEARCH_DEPTH):
         below: list[Path] = []
         for parent in level:
             try:
-                folders = sorted(Path(entry.path) for entry in os.scandir(parent) if entry.is_dir())
+                entries = [entry for entry in os.scandir(parent) if entry.is_dir()]
             except OSError as error:
                 logger.warning("record: %s cannot be searched for runs: %s", parent, error)
                 continue
-            for folder in folders:
+            # Links come last: a run has its own name rather than that of a link, such as `latest`.
+            for entry in sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name)):
+                folder = Path(entry.path)
+                real, name = folder.resolve(), folder.relative_to(top)
                 try:
                     if is_run(folder):
-                        found.append(Run(folder, label=str(folder.relative_to(top))))
-                    elif not folder.name.startswith("."):
+                        if real not in found or real == real_top / name:
+                            found[real] = Run(folder, label=str(name))
+                    elif not folder.name.startswith(".") and real not in searched:
+                        searched.add(real)
                         below.append(folder)
                 except (UserError, PermissionError) as error:
                     logger.warning("record: a run is left out. %s", error)
         level = below
-    return found
+    return list(found.values())
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:

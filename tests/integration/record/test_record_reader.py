@@ -88,6 +88,17 @@ def test_runs_are_listed_newest_first_with_their_results(tmp_path):
     assert (old.reward_first, old.reward_last, old.heldout_before, old.heldout_after) == (0.0, 0.2, 0.2, 0.45)
 
 
+def test_a_run_has_its_own_name_rather_than_that_of_a_link(tmp_path):
+    write_attempt(tmp_path / "runs" / "sweep" / "b", range(2))
+    write_attempt(tmp_path / "elsewhere" / "c", range(2))
+    for link, target in {
+        **{"a-latest": "sweep/b", "z-latest": "sweep/b", "again": ".", "a-sweep": "sweep"},
+        "linked": tmp_path / "elsewhere",
+    }.items():
+        (tmp_path / "runs" / link).symlink_to(target)
+    assert sorted(run.label for run in find_runs(tmp_path / "runs")) == ["linked/c", "sweep/b"]
+
+
 def test_a_killed_run_is_dead_and_a_folder_without_runs_is_an_error(tmp_path):
     script = (
         "import sys, os; from telescope.record.recorder import Recorder\n"
