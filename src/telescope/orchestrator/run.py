@@ -85,6 +85,7 @@ class _TrainingRun:
         directory = self._directory
         with self._session.open(directory.open_record(console=not self._session.has_view)) as recorder:
             directory.trackers.tell = self._status.messages.append
+            directory.alerts.tell = self._status.show
             self._status.record_alerts(directory.alerts.add)
             recorder.now = self._status.now
             keep_code(

@@ -43,8 +43,8 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
-from telescope.record.alerts import REPORTED
 from telescope.record.files import RunFiles
+from telescope.record.recorder import REPORTED
 from telescope.rollout.exchange import TRAINING
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.request_slots import slots_per_server

@@ -23,12 +23,12 @@ from telescope.config.model_source import files_here
 from telescope.config.yaml_file import dump_yaml
 from telescope.errors import RunError, UserError
 from telescope.orchestrator.status import Interrupted, RunSummary
-from telescope.record.alerts import REPORTED, Alerts
+from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
-from telescope.record.recorder import Recorder
+from telescope.record.recorder import REPORTED, Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
 from telescope.trackers.launch import TrackerProcess
 from telescope.weights.model_folder import read_origin

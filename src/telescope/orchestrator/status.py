@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.health.rules import Finding, Level, ends_of
 from telescope.health.watch import Watch
-from telescope.record.alerts import REPORTED
+from telescope.record.recorder import REPORTED
 from telescope.utils.text import plain, pluralize, single_line
 
 if TYPE_CHECKING:
@@ -101,12 +101,16 @@ class RunStatus:
         """Shows a message's first line and records it as an alert with `more` columns. `log` gets the whole message."""
         if log is not None:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
-        message = plain(message).strip().partition("\n")[0]
-        shown = " ".join(filter(None, (message, more.get("advice"))))
-        self._recorded.add(shown)
-        self.messages.append(shown)
+        message = _first_line(message)
+        self.show(" ".join(filter(None, (message, more.get("advice")))))
         row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
         (self._add_alert or self._alerts.append)(row)
+
+    def show(self, message: str) -> None:
+        """Shows the first line of a message that is recorded as an alert."""
+        shown = _first_line(message)
+        self._recorded.add(shown)
+        self.messages.append(shown)
 
     def unrecorded(self) -> list[str]:
         """Returns the messages that are no alerts, which come from trackers."""
@@ -157,6 +161,10 @@ class RunStatus:
             return None
         recent = sorted(summary.seconds for summary in self.history[-20:])
         return recent[len(recent) // 2] * (self.num_steps - self.step)
+
+
+def _first_line(message: str) -> str:
+    return plain(message).strip().partition("\n")[0]
 
 
 class Interrupted(Exception):

@@ -30,7 +30,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Interrupt, Supervisor, with_progress
-from telescope.record.alerts import REPORTED
+from telescope.record.recorder import REPORTED
 from telescope.utils.text import pluralize
 
 logger = logging.getLogger(__name__)

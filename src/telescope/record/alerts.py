@@ -15,19 +15,17 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from telescope.record.recorder import Recorder
+from telescope.record.recorder import REPORTED, Recorder
 from telescope.utils.child_guard import kill_group
 from telescope.utils.process import describe_exit, open_log, rotate_log
+from telescope.utils.text import pluralize
 
 logger = logging.getLogger(__name__)
-
-REPORTED = {"is_reported": True}
-"""The `extra` of a log line whose alert is reported separately. Other warnings become alerts by themselves."""
 
 COMMAND_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
@@ -58,18 +56,21 @@ class Alerts:
         self._command = list(command or ())
         self._run = {"run": run_name, "run_dir": str(recorder.files.run_dir), "attempt": recorder.attempt}
         self._log = recorder.files.log(LOG_NAME)
+        self._shown = f"{shlex.join(self._command)}. Its output is in {self._log}"
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._warned: set[str] = set()
+        self.tell: Callable[[str], None] = lambda message: None
+        """Shows a warning that no one else shows: one of the log, or of the command."""
         self._thread = threading.Thread(target=self._work, name="telescope-alert-command", daemon=True)
         if self._command:
             self._thread.start()
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Records a row of `alerts`, and runs the command. Returns at once."""
-        self._recorder.write("alerts", row)
+        self._record(row)
         self.run_command(row)
 
     def run_command(self, row: Mapping[str, Any]) -> None:
@@ -93,6 +94,11 @@ class Alerts:
             self._closed = True
             if self._process is not None:
                 kill_group(self._process.pid)
+        if self._thread.is_alive():
+            waiting = sum(alert is not None for alert in self._queue.queue)
+            unsent = f", and {pluralize(waiting, 'alert')} did not reach it" if waiting else ""
+            late = f"alert_command was killed {CLOSE_SECONDS:g} s after the run had ended{unsent}"
+            self._warn("late", f"{late}: {self._shown}")
 
     def _work(self) -> None:
         while (alert := self._queue.get()) is not None and not self._closed:
@@ -132,14 +138,19 @@ class Alerts:
                 self._process = None
             copying.join(1.0)
         if ending is not None and not self._closed:
-            self._warn("failed", f"alert_command {ending}: {shlex.join(self._command)}. Its output is in {self._log}")
+            self._warn("failed", f"alert_command {ending}: {self._shown}")
 
     def _warn(self, what: str, message: str) -> None:
         """Warns once. The warning itself does not run the command."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("%s", message, extra=REPORTED)
-            self._recorder.write("alerts", {"time": time.time(), "level": "warning", "kind": "log", "message": message})
+            self._record({"time": time.time(), "level": "warning", "kind": "log", "message": message})
+
+    def _record(self, row: Mapping[str, Any]) -> None:
+        self._recorder.write("alerts", row)
+        if row["kind"] == "log":
+            self.tell(row["message"])
 
 
 def _keep(source: int, path: Path) -> None:

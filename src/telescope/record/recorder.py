@@ -43,6 +43,9 @@ from telescope.record.tables import COLUMN_NAMES, ROLLOUT_TABLES, TABLES, Keep
 
 logger = logging.getLogger(__name__)
 
+REPORTED = {"is_reported": True}
+"""The `extra` of a log line whose alert is reported separately. Other warnings become alerts by themselves."""
+
 CHUNK_ROWS = 8_192
 CHUNK_BYTES = 16 * 2**20
 """Most rows and bytes that are converted at once. Bounds the memory of a conversion and the work of a retry."""
@@ -237,7 +240,7 @@ class Recorder:
         with self._lock:
             recovered, self.error = self.error is not None, None
         if recovered:
-            logger.warning("The record of this run is written again.")
+            logger.warning("The record of this run is written again.", extra=REPORTED)
         self._report_drops()
         self._end_files()
         return True
@@ -371,6 +374,7 @@ class Recorder:
                 self._pending.max_rows,
                 self._pending.max_bytes // 2**20,
                 self.files.run_dir,
+                extra=REPORTED,
             )
 
     def _report_drops(self) -> None:

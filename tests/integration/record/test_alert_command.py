@@ -118,17 +118,22 @@ def test_a_hanging_command_is_killed_after_its_time_with_its_children(
     assert has_ended(pid)
 
 
-def test_the_end_of_a_run_kills_the_command_that_still_runs(
-    out: Path, start: Callable[..., Alerts], monkeypatch: pytest.MonkeyPatch
+def test_the_end_of_a_run_kills_the_command_that_still_runs_and_tells_what_was_not_sent(
+    tmp_path: Path, out: Path, start: Callable[..., Alerts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts_module, "CLOSE_SECONDS", 0.5)
-    alerts = start(program("print(os.getpid(), file=out); time.sleep(600)"))
+    alerts, told = start(program("print(os.getpid(), file=out); time.sleep(600)")), list[str]()
+    alerts.tell = told.append
     for _ in range(3):
         alerts.add(ROW)
     wait_until(lambda: bool(lines(out)))
     alerts.close()
     (pid,) = lines(out)
     assert has_ended(pid), "the waiting ones have not begun"
+    (late,) = told
+    assert "was killed 0.5 s after the run had ended, and 2 alerts did not reach it" in late
+    assert alerts._recorder.flush()
+    assert Run(tmp_path / "run").table("alerts")["message"].to_pylist()[3:] == [late]
 
 
 def test_a_run_never_waits_for_the_command_and_records_what_the_queue_cannot_take(

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from telescope.record.alerts import REPORTED, Alerts
+from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles
 from telescope.record.logging import _handlers, remove_handlers, setup_logging
 from telescope.record.reader import Run
-from telescope.record.recorder import Recorder
+from telescope.record.recorder import REPORTED, Recorder
 
 logger = logging.getLogger("telescope.test")
 
@@ -110,8 +110,10 @@ def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, mon
 
 
 def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tmp_path, installed):
+    told: list[str] = []
     with Recorder(tmp_path) as recorder:
-        setup_logging(tmp_path, "driver", recorder, alerts=Alerts(recorder), console=False)
+        setup_logging(tmp_path, "driver", recorder, alerts=(alerts := Alerts(recorder)), console=False)
+        alerts.tell = told.append
         for number in range(3):
             logger.warning("sample %d is masked", number)
         logger.error("the disk is full")
@@ -121,3 +123,4 @@ def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tm
     rows = Run(tmp_path).table("alerts").to_pylist()
     found = [(row["level"], row["kind"], row["message"]) for row in rows]
     assert found == [("warning", "log", "sample 0 is masked"), ("error", "log", "the disk is full")]
+    assert told == ["sample 0 is masked", "the disk is full"], "a run without a terminal prints them"

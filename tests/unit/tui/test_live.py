@@ -70,6 +70,13 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def test_a_warning_of_the_log_is_a_line_in_a_pipe_and_an_alert_on_a_terminal() -> None:
+    status = status_after(1)
+    status.show("Training waited 8 s\nat this place")
+    assert "\nTraining waited 8 s\n" in shown(status)
+    assert status.unrecorded() == []
+
+
 def test_the_overview_has_the_sentences_of_the_dashboard_and_what_the_run_does(live_run: Path) -> None:
     registry = Registry([live_run])
     frame = drawn(live_run, 120)
