@@ -128,10 +128,13 @@ def in_flight(store: RunStore) -> list[Row]:
 def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
     """Assigns each completion its part of the first recorded sequence that contains it.
 
-    Sampled tokens have a version of 0 or more, in the order of the completions.
+    Sampled tokens have a version of 0 or more, in the order of the completions. Arrays that an old record lacks are
+    left out.
     """
+    columns = {name: TOKEN_COLUMNS.get(name, name) for name in TOKEN_ARRAYS}
+    columns = {name: column for name, column in columns.items() if all(row[column] is not None for row in sequences)}
     sampled = [
-        {name: sequence[TOKEN_COLUMNS.get(name, name)][place] for name in TOKEN_ARRAYS}
+        {name: sequence[column][place] for name, column in columns.items()}
         for sequence in sequences
         for place, version in enumerate(sequence["versions"] or ())
         if version >= 0
@@ -146,7 +149,7 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
         own = sampled[begin : begin + length]
         begin += length
         if "token_ids" not in turn:
-            turn.update({name: [token[name] for token in own] for name in TOKEN_ARRAYS})
+            turn.update({name: [token[name] for token in own] for name in columns})
 
 
 def add_texts(store: RunStore, turns: Sequence[Row]) -> None:

@@ -93,6 +93,15 @@ def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
     assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
 
 
+def test_tokens_of_an_old_record_without_a_column_are_shown_without_it():
+    turn = {"turn": 0, "role": "assistant", "num_tokens": 2, "restarts": None, "parent": None}
+    numbers = {"engine_logprobs": [0.0, -0.1, -0.2], "trainer_logprobs": None, "entropies": None}
+    row = {"part": 0, "token_ids": [9, 1, 2], "versions": [-1, 4, 4], "trained": [False, True, True], **numbers}
+    add_tokens([turn], [row])
+    assert (turn["token_ids"], turn["logprobs"]) == ([1, 2], [-0.1, -0.2])
+    assert not turn.keys() & {"trainer_logprobs", "entropies"}
+
+
 def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkeypatch, tmp_path):
     assert "tokens" not in client.get(f"{RUN}/samples/1/5-2").json()["turns"][0]
     monkeypatch.setattr(rollouts, "find_tokenizer", lambda run_dir, model: tmp_path)
