@@ -34,6 +34,7 @@ def build_parser() -> CommandParser:
         "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run stopped "
         "unexpectedly if its process exited without writing an end; --json calls it dead.",
     )
+    parser.add_argument("folder", nargs="?", type=user_path, metavar="ROOT", help="as --root; also one run")
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.add_argument("--watch", action="store_true", help="show the table anew every 5 seconds, until Ctrl-C")
@@ -71,12 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_runs(arguments: argparse.Namespace) -> int:
     """Prints the runs once. Returns the exit code."""
-    runs = runs_in(arguments.root)
+    root = arguments.folder or arguments.root
+    runs = runs_in(root)
     summaries = newest_first(run.summary() for run in runs)
     if arguments.json:
         print(json.dumps([as_json(summary) for summary in summaries], indent=1))
     elif not summaries:
-        where = ", ".join(map(str, folders_of_runs(arguments.root)))
+        where = ", ".join(map(str, folders_of_runs(root)))
         print(f"No runs in {where}. `telescope train --config F` creates one; --root sets another folder.")
     else:
         Console(width=_NO_LIMIT).print(as_table(summaries))  # so that paths are not wrapped

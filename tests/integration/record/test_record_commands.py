@@ -365,7 +365,7 @@ def test_runs_are_listed_around_a_damaged_file(damaged, capsys):
 def test_a_summary_that_nests_without_end_does_not_hide_the_other_runs(damaged, capsys):
     root, _ = damaged
     (root / "hurt" / "summary.json").write_text("[" * 100_000)
-    assert main(["runs", "--root", str(root)]) == 0
+    assert main(["runs", str(root)]) == 0
     assert "hurt" in capsys.readouterr().out
 
 
