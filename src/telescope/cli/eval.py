@@ -17,7 +17,6 @@ from telescope.utils.data import to_json_value
 from telescope.utils.text import user_path
 
 if TYPE_CHECKING:
-    from telescope.evals.runner import EvalResult
     from telescope.orchestrator.eval_run import EvalJob, EvalOutcome
 
 DESCRIPTION = """\
@@ -147,15 +146,11 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
     return {"models": models, "problems": outcome.problems, "output": str(outcome.job.output)}
 
 
-def label(outcome: EvalOutcome, result: EvalResult) -> str:
-    """Returns the name of an eval, with its number if ambiguous."""
-    numbers = {each.number for model in outcome.results for each in model.results if each.name == result.name}
-    return f"{result.name}#{result.number}" if len(numbers) > 1 else result.name
-
-
 def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     """Prints a table of the results, the problems, and the output folders."""
-    console = make_console()
+    from telescope.record.reader import eval_names
+
+    console, named = make_console(), eval_names(outcome.job.config.values)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("model", "eval"):
         table.add_column(name)
@@ -166,7 +161,7 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
             low_high = "" if each.estimate is None else f"{each.estimate.low:.3f} to {each.estimate.high:.3f}"
             gain = "" if each.gain is None else f"{each.gain.mean:+.3f} ({each.gain.low:+.3f} to {each.gain.high:+.3f})"
             table.add_row(
-                Text(result.target.label), Text(label(outcome, each)), f"{each.accuracy:.4f}", low_high, gain,
+                Text(result.target.label), Text(named(each.name, each.number)), f"{each.accuracy:.4f}", low_high, gain,
                 str(each.num_items), str(each.num_failed),
             )  # fmt: skip
             for name, value in each.metrics.items():
@@ -182,12 +177,14 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
 
 def _write_plot(outcome: EvalOutcome, path: Path) -> None:
     from telescope.record.charts import Point, line_chart
+    from telescope.record.reader import eval_names
 
     series: dict[str, list[Point]] = {}
+    named = eval_names(outcome.job.config.values)
     for result in outcome.results:
         for each in result.results:
             low, high = (each.estimate.low, each.estimate.high) if each.estimate else (None, None)
-            series.setdefault(label(outcome, each), []).append(Point(result.version, each.accuracy, low, high))
+            series.setdefault(named(each.name, each.number), []).append(Point(result.version, each.accuracy, low, high))
     if series:
         path.write_text(line_chart(series, title="Accuracy, with 95 % intervals"))
 

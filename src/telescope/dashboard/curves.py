@@ -3,12 +3,13 @@
 from typing import Any
 
 from telescope.dashboard.api import Integer
-from telescope.dashboard.registry import config_of, eval_names
+from telescope.dashboard.registry import config_of
 from telescope.dashboard.samples import NUMBERS, Filters, leave_out_common_prefix
 from telescope.dashboard.store import KEY, NotFoundError, RunStore, key_of
 from telescope.dashboard.tables import Row
 from telescope.errors import UserError
 from telescope.record.query import sql_text
+from telescope.record.reader import eval_names
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95", "gini")
 HISTOGRAM = ("low", "high", "histogram")

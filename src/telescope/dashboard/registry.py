@@ -13,8 +13,7 @@ import json
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from telescope.dashboard.remote import RunCopy, WandbRuns
 from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
 from telescope.health.rules import WINDOW
-from telescope.record.reader import Run, RunSummary, find_runs, superseded
+from telescope.record.reader import Run, RunSummary, eval_names, find_runs, superseded
 from telescope.utils.text import listed
 
 SEARCH_SECONDS = 5.0
@@ -225,24 +224,6 @@ class Registry:
                     store = None
                 found[name] = store or RunStore(run)
         self._stores, self._problems = found, problems
-
-
-def eval_names(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Callable[[str | None, int | None], str]:
-    """Returns a function that names an eval by its name and number: `a`, or `a#1` if there are several `a`.
-
-    They are in the config, or were measured together: a resumed run may have another number for the same eval. `rows`
-    are those of the table `evals`.
-    """
-    names = [str(entry.get("name")) for entry in config.get("evals") or () if isinstance(entry, dict)]
-    measured = {tuple(row[name] for name in ("attempt", "version", "source", "name", "number")) for row in rows}
-    together = Counter(row[:-1] for row in measured)
-    repeated = {name for name, count in Counter(names).items() if count > 1}
-    repeated |= {name for (*_, name), count in together.items() if count > 1}
-
-    def named(name: str | None, number: int | None) -> str:
-        return f"{name}#{number}" if name in repeated and number is not None else name or ""
-
-    return named
 
 
 def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:

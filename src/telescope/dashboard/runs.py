@@ -15,7 +15,7 @@ from fastapi import Query
 import telescope
 from telescope.dashboard import api
 from telescope.dashboard.models import FROM_SUMMARY, Now
-from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, eval_names, json_object
+from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
@@ -23,7 +23,7 @@ from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
 from telescope.record.files import RunFiles
 from telescope.record.gauges import REPEAT_SECONDS
-from telescope.record.reader import Run
+from telescope.record.reader import Run, eval_names
 
 CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of a checkpoint's folder."""

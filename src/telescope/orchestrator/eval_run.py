@@ -37,7 +37,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import with_progress
 from telescope.record.files import STANDALONE
 from telescope.record.logging import setup_logging
-from telescope.record.reader import Run
+from telescope.record.reader import Run, eval_names
 from telescope.record.recorder import Recorder
 from telescope.weights.model_folder import folder_metas
 from telescope.weights.plan import UpdateInfo, make_update
@@ -71,12 +71,10 @@ class EvalJob:
 
     def eval_names(self) -> dict[str, str]:
         """Returns the names of this job's evals by their ids in the record. Ambiguous names include the number."""
-        names = [entry.name for entry in self.config.evals]
+        named = eval_names(self.config.values)
         return {
-            f"{self.session}-eval{number}-{name}-v{self.version_of(target)}": f"{name}#{number}"
-            if names.count(name) > 1
-            else name
-            for name, number in zip(names, self.numbers, strict=True)
+            f"{self.session}-eval{number}-{entry.name}-v{self.version_of(target)}": named(entry.name, number)
+            for entry, number in zip(self.config.evals, self.numbers, strict=True)
             for target in self.targets
         }
 

@@ -29,6 +29,7 @@ from telescope.orchestrator import record_rows
 from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
+from telescope.record.reader import eval_names
 from telescope.record.recorder import Recorder
 from telescope.rollout.pool import RolloutPool
 from telescope.rollout.sample import RolloutSettings
@@ -76,6 +77,7 @@ class Evaluation:
         dedicated = sorted(self.servers.dedicated)
         num_shares = min(len(dedicated), len(self.plans))
         self._shares = [_EvalShare(self.plans[n::num_shares], dedicated[n::num_shares]) for n in range(num_shares)]
+        self._named = eval_names(self.config.values)
         self._run_waits = True
         """Whether the run waits for the running evals, so that the live view shows their progress."""
 
@@ -175,7 +177,7 @@ class Evaluation:
 
     async def _run_one(self, plan: PlannedEval, lease: EvalLease) -> EvalResult | None:
         """Runs and records one eval. Reports a failure and returns None."""
-        version, component = lease.version, f"eval {self._label(plan)}"
+        version, component = lease.version, f"eval {self._named(plan.name, plan.number)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
         failures, prompt_keys = list[str](), dict[int, str]()
         self.status.components[component] = f"version {version}: 0/{plan.num_samples} samples"
@@ -222,8 +224,8 @@ class Evaluation:
         if result.num_failed > self.config.environment_error_budget * plan.num_samples:
             first = f"; first: {single_line(failures[0])}" if failures else ""
             self._note_problem(
-                f"eval {self._label(plan)} at version {version}: {result.num_failed} of {plan.num_samples} samples "
-                f"failed and count as wrong{first}"
+                f"{component} at version {version}: {result.num_failed} of {plan.num_samples} samples failed and "
+                f"count as wrong{first}"
             )
         return result
 
@@ -254,7 +256,7 @@ class Evaluation:
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
         """Writes a result to the record, the log and the live view."""
-        version, label, estimate = result.version, self._label(plan), result.estimate
+        version, label, estimate = result.version, self._named(plan.name, plan.number), result.estimate
         if plan.id_at(version) not in self.recorded:
             self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
         self.recorder.write(
@@ -284,20 +286,15 @@ class Evaluation:
             row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
             self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
-        sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
+        component = f"eval {self._named(plan.name, plan.number)}"
         if status != "skipped":
-            self.status.components[f"eval {self._label(plan)}"] = f"version {version}: {status}"
-        self._note_problem(sentence)
+            self.status.components[component] = f"version {version}: {status}"
+        self._note_problem(f"{component} at version {version} {outcome}: {single_line(error)}")
 
     def _note_problem(self, sentence: str) -> None:
         self.status.report(sentence, "eval", "warning", log=logger)
         self.problems.append(sentence)
 
-    def _label(self, one: PlannedEval | EvalResult) -> str:
-        """Returns the name of an eval, with its number if ambiguous."""
-        twice = sum(other.name == one.name for other in self.plans) > 1
-        return f"{one.name}#{one.number}" if twice else one.name
-
     def _point(self, result: EvalResult) -> EvalPoint:
         low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
-        return EvalPoint(self._label(result), result.version - 1, result.accuracy, low, high)
+        return EvalPoint(self._named(result.name, result.number), result.version - 1, result.accuracy, low, high)

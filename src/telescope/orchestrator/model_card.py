@@ -13,7 +13,7 @@ from telescope import __version__
 from telescope.config.model_source import is_local_path
 from telescope.errors import RunError, UserError
 from telescope.record.charts import Point, line_chart
-from telescope.record.reader import Run, is_run
+from telescope.record.reader import Run, eval_names, is_run
 from telescope.weights.model_folder import ModelOrigin, read_origin
 
 CARD = "README.md"
@@ -99,13 +99,13 @@ def model_card(
         chosen = [*rewards[:-1:every], rewards[-1]]
         parts += ["## Reward", f"![Mean training reward]({CHART})"]
         parts.append(_table(("step", "mean reward"), [(int(p.x), f"{p.y:.4g}") for p in chosen]))
-    if evals := _evals(run, meta["step"]):
+    if evals := _evals(run, meta["step"], config):
         columns = ("eval", "step", "accuracy", "95 % interval", "items", "completions", "failed")
         parts += ["## Evals", _table(columns, evals)]
     return "\n\n".join(parts) + "\n"
 
 
-def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
+def _evals(run: Run | None, last_step: int, config: Mapping[str, Any]) -> list[tuple[object, ...]]:
     """Returns each eval's first result and its newest result at the checkpoint."""
     if run is None:
         return []
@@ -115,11 +115,10 @@ def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
     chosen: dict[tuple[str, int, bool], Mapping[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (row["version"], row["ended_at"] or 0.0)):
         chosen[row["name"], row["number"] or 0, row["version"] == 0] = row
-    names = [name for name, _ in {(name, number) for name, number, _ in chosen}]
+    named = eval_names(config, rows)
     return [
         (
-            row["name"] if names.count(row["name"]) == 1 else f"{row['name']}#{row['number']}",
-            row["version"], f"{row['accuracy']:.4f}",
+            named(row["name"], row["number"]), row["version"], f"{row['accuracy']:.4f}",
             "" if row["accuracy_low"] is None else f"{row['accuracy_low']:.4f} to {row['accuracy_high']:.4f}",
             row["num_items"], row["num_completions"],
             row["num_items"] * row["num_completions"] - row["num_scored"],

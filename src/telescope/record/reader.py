@@ -13,7 +13,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -418,6 +419,21 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
 def newest_first(summaries: Iterable[RunSummary]) -> list[RunSummary]:
     """Sorts runs by start time, newest first. Runs without a start time come last."""
     return sorted(summaries, key=lambda run: -(run.started_at or 0.0))
+
+
+def eval_names(
+    config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()
+) -> Callable[[str | None, int | None], str]:
+    """Returns a function that names an eval by its name and number: `a`, or `a#1` if there are several `a`.
+
+    They are in the config, or were measured together: a resumed run may have another number for the same eval. `rows`
+    are those of the table `evals`.
+    """
+    entries = [entry for entry in config.get("evals") or () if isinstance(entry, dict)]
+    measured = {tuple(row[name] for name in ("attempt", "version", "source", "name", "number")) for row in rows}
+    several = Counter([(str(entry.get("name")),) for entry in entries]) | Counter(row[:-1] for row in measured)
+    repeated = {group[-1] for group, count in several.items() if count > 1}
+    return lambda name, number: f"{name}#{number}" if name in repeated and number is not None else name or ""
 
 
 def _definition(name: str) -> Table:

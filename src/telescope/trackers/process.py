@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from telescope.record.reader import Run, superseded
+from telescope.record.reader import Run, eval_names, superseded
 from telescope.trackers.base import TITLES, Report, TrackedRun, Tracker
 from telescope.trackers.charts import GaugeCharts, StepHistograms
 
@@ -140,10 +140,9 @@ class RecordFollower:
             yield "log_summary", numbers
 
     def _evals(self) -> Iterator[tuple[Any, ...]]:
-        names = [entry["name"] for entry in self._run.config.get("evals", ())]
+        named = eval_names(self._run.config)
         for row in (self._new("evals") if self._run.record else self._of_attempt("evals")).to_pylist():
-            name = f"{row['name']}#{row['number']}" if names.count(row["name"]) > 1 else row["name"]
-            name = self._run.evals.get(row["eval_id"]) if self._run.record else name
+            name = self._run.evals.get(row["eval_id"]) if self._run.record else named(row["name"], row["number"])
             if name is None or row["status"] != "finished":
                 continue
             numbers = {

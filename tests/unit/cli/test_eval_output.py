@@ -30,7 +30,8 @@ def outcome(tmp_path) -> Any:
         SimpleNamespace(target=one, version=one.step, results=[result(name, one.step, *rest) for name, *rest in evals])
         for one in targets
     ]
-    job = SimpleNamespace(output=tmp_path, run_dir=None)
+    config = config_of(evals=[{"name": name, "num_samples": 10} for name, *_ in evals])
+    job = SimpleNamespace(output=tmp_path, run_dir=None, config=config)
     return SimpleNamespace(job=job, results=results, problems=["eval aime_2024 at version 50 failed: no items"])
 
 
