@@ -126,9 +126,9 @@ class _TrainingRun:
         components, evaluation, start = await interrupt.run_until_first(self._start())
         started_at = time.time()
         training = Training(components, evaluation, self._directory, status, self._checkpoints, interrupt)
-        interrupt.phase = "stopping after this step"
+        interrupt.describe_stop("stopping after this step")
         await training.run(start)
-        interrupt.phase = "stopping"
+        interrupt.describe_stop("stopping")
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"

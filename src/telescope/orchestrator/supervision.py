@@ -170,8 +170,7 @@ class Interrupt:
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
-        self.phase = "stopping"
-        """The status shows it after the first signal."""
+        self._phase = "stopping"
         self._count = 0
         self._first_at = -math.inf
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -191,6 +190,10 @@ class Interrupt:
         loop.add_signal_handler(signal.SIGTERM, self._terminated)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    def describe_stop(self, phase: str) -> None:
+        """Sets what the first signal does from now on. The status and the message of a second signal name it."""
+        self._phase = phase
 
     def on_first(self, action: Callable[[], object]) -> None:
         """Calls `action` at the first signal, or now if it has already arrived."""
@@ -239,14 +242,15 @@ class Interrupt:
         self._count += 1
         if self._count == 1:
             self._first_at = time.monotonic()
-            logger.info("%s was received: %s", name, self.phase)
-            self._status.phase = f"{self.phase} (Ctrl-C again: at once)"
+            logger.info("%s was received: %s", name, self._phase)
+            self._status.phase = f"{self._phase} (Ctrl-C again: at once)"
             actions, self._on_first = self._on_first, []
             for action in actions:
                 action()
             return
         # Not with the live view, whose thread ends with the process.
-        os.write(2, b"\nended at once by a second interrupt; the record holds what was flushed\n")
+        ended = f"\nended at once by a second interrupt while {self._phase}; the record holds what was flushed\n"
+        os.write(2, ended.encode())
         for action in self._on_second:
             with contextlib.suppress(OSError):  # a full disk must not keep the process running
                 action()

@@ -69,6 +69,17 @@ def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(interrupt, c
     assert "at once" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("doing", ["stopping after this step", "stopping"])
+def test_both_signals_say_what_is_being_stopped(interrupt, doing, capfd):
+    interrupt.describe_stop("stopping after this step")
+    interrupt.describe_stop(doing)
+    interrupt._signalled()
+    assert interrupt._status.phase == f"{doing} (Ctrl-C again: at once)"
+    with pytest.raises(Exited):
+        interrupt._signalled()
+    assert f"ended at once by a second interrupt while {doing}; the record" in capfd.readouterr().err
+
+
 async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt):
     steps: list[str] = []
 
