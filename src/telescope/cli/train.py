@@ -262,10 +262,7 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
 def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_evals: bool) -> list[str]:
     """Returns commands that can follow a run, without the program's name."""
     root, run_dir = shlex.quote(str(Path(run_dir).parent)), shlex.quote(run_dir)
-    commands = [
-        f"ui {run_dir}",
-        "runs" if root == "runs" else f"runs --root {root}",
-    ]
+    commands = [f"ui {run_dir}", "runs" if root == "runs" else f"runs --root {root}"]
     if summary.steps:
         commands.append(f'query --run {run_dir} "select step, reward_mean from steps order by step"')
     if can_continue or summary.model_dir is not None:

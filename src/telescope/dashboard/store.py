@@ -18,12 +18,7 @@ from telescope.record.query import Files, block_rows, read_again, sql_text
 
 KEY = ", ".join(OF_SAMPLE)
 
-SEARCHED = {
-    "turns": ("text",),
-    "tool_calls": ("arguments", "result"),
-    "info": ("value",),
-    "prompts": ("text",),
-}
+SEARCHED = {"turns": ("text",), "tool_calls": ("arguments", "result"), "info": ("value",), "prompts": ("text",)}
 """Texts that a search scans."""
 
 IS_ANSWER = "role = 'assistant' AND restarts IS NULL"

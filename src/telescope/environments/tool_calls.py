@@ -181,10 +181,7 @@ _FUNCTION_MARKUP = '<function=NAME>{"parameter": value}</function>'
 
 
 def parse_calls(
-    completion: str,
-    form: ToolCallFormat,
-    tools: Mapping[str, Parameters] | None = None,
-    form_shown: str | None = None,
+    completion: str, form: ToolCallFormat, tools: Mapping[str, Parameters] | None = None, form_shown: str | None = None
 ) -> list[ToolCall]:
     """Returns all calls in order, including unreadable ones with their `error`. Empty if there are none.
 

@@ -28,14 +28,7 @@ from typing import Any
 
 from telescope.errors import UserError
 from telescope.record.convert import Batch
-from telescope.record.files import (
-    ProcessIdentity,
-    RunFiles,
-    WriterLock,
-    overwrite_json,
-    read_heartbeat,
-    replace_json,
-)
+from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, read_heartbeat, replace_json
 from telescope.record.pending import PendingRows, Row
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter

@@ -300,12 +300,7 @@ class Rollout:
         trajectory.compression_ratio = compression_ratio(trajectory.completion_text)
 
     async def _generate(
-        self,
-        turn_index: int,
-        prompt_token_ids: list[int],
-        num_free_tokens: int,
-        routes_start: int,
-        stop: Sequence[str],
+        self, turn_index: int, prompt_token_ids: list[int], num_free_tokens: int, routes_start: int, stop: Sequence[str]
     ) -> tuple[Lease, Generation]:
         """Samples one turn. Retries in a new slot after infrastructure failures. Does not release the returned slot."""
         task, trajectory, settings = self.task, self.trajectory, self.settings

@@ -28,14 +28,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from telescope.errors import UserError
-from telescope.sandbox.base import (
-    MAX_OUTPUT_BYTES,
-    ExecResult,
-    SandboxConfig,
-    SandboxHandle,
-    SandboxProvider,
-    run_sync,
-)
+from telescope.sandbox.base import MAX_OUTPUT_BYTES, ExecResult, SandboxConfig, SandboxHandle, SandboxProvider, run_sync
 from telescope.sandbox.errors import (
     SandboxCommandTimeoutError,
     SandboxError,

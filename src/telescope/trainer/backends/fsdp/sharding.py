@@ -108,8 +108,7 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard:
     """
     casts = dtype in LOW_PRECISION or any(parameter.dtype != dtype for parameter in policy.parameters())
     precision = MixedPrecisionPolicy(
-        param_dtype=dtype if casts else None,
-        reduce_dtype=torch.float32 if dtype in LOW_PRECISION else None,
+        param_dtype=dtype if casts else None, reduce_dtype=torch.float32 if dtype in LOW_PRECISION else None
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     for layer in policy.layers:
