@@ -1,6 +1,9 @@
-"""Whether a process of a test runs, read in one piece: it can end between two looks at it."""
+"""Whether a process of a test runs, read in one piece: it can end between two looks at it. Waits, and free ports."""
 
+import asyncio
+import socket
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -21,3 +24,26 @@ def has_ended(*pids: int, seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = 60.0) -> None:
+    """Waits for what another thread or process does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+        time.sleep(0.02)
+
+
+async def eventually(condition: Callable[[], object], what: str = "it", seconds: float = 20.0) -> None:
+    """Waits for what other tasks, threads or processes do."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+        await asyncio.sleep(0.02)
+
+
+def free_port() -> int:
+    """Returns a free TCP port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.e2e.kills import kill, rows
 from tests.e2e.train_command import Command
-from tests.integration.inference.test_server import free_port
+from tests.processes import free_port
 
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_tiny_model

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
+from tests.integration.trainer.trainer_cases import build_model, make_config, make_samples
+from tests.processes import free_port
 
 from telescope.config.memory import recomputes_attention, trainer_memory
 from telescope.config.model_shape import ModelShape

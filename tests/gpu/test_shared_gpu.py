@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.inference.test_server import free_port, wait_for
 from tests.integration.weights.vllm_server import make_model
+from tests.processes import free_port, wait_for
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.memory import GIB, trainer_share

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
+from tests.integration.trainer.trainer_cases import build_model, make_config, make_samples
+from tests.processes import free_port
 
 from telescope.record.system_metrics import GpuReader, memory_reader
 from telescope.trainer.packing import pack_step

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.integration.trainer.trainer_cases import (
     build_model,
-    free_port,
     gradients,
     make_config,
     make_samples,
     relative_error,
     weights,
 )
+from tests.processes import free_port
 from torch._dynamo.utils import counters
 
 from telescope.trainer.metrics import StepMetrics

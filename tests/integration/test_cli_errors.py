@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.model_folder import write_model_folder
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers")
@@ -96,12 +97,6 @@ inference_base_port: {free_port()}
 """
     )
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

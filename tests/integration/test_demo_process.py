@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from tests.processes import wait_for
 
 from telescope.cli.main import main
 from telescope.record.reader import Run
@@ -18,10 +19,7 @@ def test_the_demo_is_live_grows_and_leaves_nothing() -> None:
         assert run.status == "live"
         assert run.table("steps").num_rows >= NUM_STEPS
         assert run.table("samples").num_rows > 0
-        deadline = time.monotonic() + 60
-        while run.table("steps").num_rows <= NUM_STEPS and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert run.table("steps").num_rows > NUM_STEPS
+        wait_for(lambda: run.table("steps").num_rows > NUM_STEPS, "a new step")
         assert Run(folder / "demo").status == "live"
     assert not folder.exists()
 

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.documented_metrics import undocumented
 from tests.fakes.engine import FakeEngineSettings, FakeRequest
 from tests.fakes.server import FakeEngineServer
 from tests.integration.environments.conftest import ENVIRONMENTS, save_byte_tokenizer
+from tests.processes import eventually
 
 from telescope.cluster import rollout_group
 from telescope.cluster.ray_cluster import Cluster, connect, disconnect
@@ -137,13 +138,6 @@ async def workers(
 
 def rewards(groups: list[list[Trajectory]]) -> list[float | None]:
     return [sample.reward.total_reward if sample.reward else None for group in groups for sample in group]
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        await asyncio.sleep(0.05)
 
 
 def num_processes(word: str) -> int:

@@ -21,8 +21,9 @@ from ray import cloudpickle
 from ray._raylet import AuthenticationTokenLoader
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
-from tests.integration.cluster.test_rollout_workers import FINE, Ground, eventually, rewards, workers
+from tests.integration.cluster.test_rollout_workers import FINE, Ground, rewards, workers
 from tests.integration.environments.conftest import save_byte_tokenizer
+from tests.processes import eventually
 from tests.unit.sandbox.conftest import docker  # noqa: F401 (a fixture)
 from transformers import AutoTokenizer
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 
 import pytest
 
@@ -14,13 +13,6 @@ FINE = "fine"
 
 async def do(pool, encode, deed, index=0):
     return (await pool.answer("hostile", index, encode(deed), "stop")).reward
-
-
-async def eventually(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize(

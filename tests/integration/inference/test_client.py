@@ -15,6 +15,7 @@ from tests.fakes.backend import NO_WEIGHTS
 from tests.fakes.client import ask_for_json, metrics_of
 from tests.fakes.engine import FakeEngineSettings
 from tests.fakes.server import FakeEngineServer
+from tests.processes import eventually
 
 from telescope.errors import InfrastructureError
 from telescope.inference.base import GenerateRequest
@@ -65,14 +66,6 @@ async def server_that_answers(
         await client.close()
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"{what}: not within 10 s")
-
-
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 @pytest.mark.parametrize("packed", [True, False])
 async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str, packed: bool) -> None:
@@ -94,7 +87,7 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
     if not packed:
         ask_for_json(client)
     running = asyncio.create_task(client.generate(request("running")))
-    await until(lambda: server.engine.num_running == 1, "admitted")
+    await eventually(lambda: server.engine.num_running == 1, "admitted")
     await asyncio.sleep(0.1)
     await client.pause()
     waiting = asyncio.create_task(client.generate(request("waiting", max_tokens=5)))
@@ -116,7 +109,7 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
 async def test_abort_ends_requests_in_the_engine_at_once(connect) -> None:
     server, client = await connect(**SLOW, max_running=8)
     tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(16)]
-    await until(lambda: len(server.engine.requests) == 16, "admitted")
+    await eventually(lambda: len(server.engine.requests) == 16, "admitted")
     await asyncio.sleep(0.05)
     await client.abort([f"r{i}" for i in range(15)] + ["never-heard-of"])
     assert len(server.engine.requests) == 1
@@ -131,7 +124,7 @@ async def test_aborting_an_unanswered_request_ends_it_too(connect) -> None:
     server, client = await connect({"abort_grace": 0.1})
     server.app.hang_next = 1
     task = asyncio.create_task(client.generate(request()))
-    await until(lambda: server.app.num_requests == 1, "arrived")
+    await eventually(lambda: server.app.num_requests == 1, "arrived")
     await client.abort(["r"])
     assert (await task).finish_reason == "abort"
     assert not client._in_flight
@@ -140,11 +133,11 @@ async def test_aborting_an_unanswered_request_ends_it_too(connect) -> None:
 async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> None:
     server, client = await connect(**SLOW)
     task = asyncio.create_task(client.generate(request()))
-    await until(lambda: server.engine.num_running == 1, "admitted")
+    await eventually(lambda: server.engine.num_running == 1, "admitted")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: server.engine.num_running == 0, "ended")
+    await eventually(lambda: server.engine.num_running == 0, "ended")
     assert not client._in_flight
 
 
@@ -155,17 +148,17 @@ async def test_generation_keeps_its_connection_and_a_control_call_has_its_own(co
         await client.generate(request(name))
         assert len(connections) == 1
     await client.pause()
-    await until(lambda: len(connections) == 1, "the control call's connection is closed")
+    await eventually(lambda: len(connections) == 1, "the control call's connection is closed")
 
 
 async def test_closing_the_client_fails_running_and_later_requests(connect) -> None:
     server, client = await connect(**SLOW)
     task = asyncio.create_task(client.generate(request()))
-    await until(lambda: server.engine.num_running == 1, "admitted")
+    await eventually(lambda: server.engine.num_running == 1, "admitted")
     await client.close()
     with pytest.raises(InfrastructureError):
         await task
-    await until(lambda: server.engine.num_running == 0, "ended in the engine")
+    await eventually(lambda: server.engine.num_running == 0, "ended in the engine")
     with pytest.raises(InfrastructureError, match="closed"):
         await client.generate(request("later"))
 
@@ -208,7 +201,7 @@ async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_fai
         await client.generate(request("hangs"))
     server.app.hang_next = 1
     failing = asyncio.create_task(client.generate(request("fails")))
-    await until(lambda: server.app.num_requests == 3, "arrived")
+    await eventually(lambda: server.app.num_requests == 3, "arrived")
     server.die()
     with pytest.raises(InfrastructureError, match="request fails"):
         await failing
@@ -278,7 +271,7 @@ async def test_a_failure_in_one_worker_fails_the_server() -> None:
 async def test_one_request_id_is_not_used_twice_at_once(connect) -> None:
     server, client = await connect(**SLOW)
     task = asyncio.create_task(client.generate(request()))
-    await until(lambda: server.engine.num_running == 1, "admitted")
+    await eventually(lambda: server.engine.num_running == 1, "admitted")
     with pytest.raises(EngineRequestError, match="already in flight"):
         await client.generate(request())
     await client.abort(["r"])
@@ -301,7 +294,7 @@ async def test_state_of_the_server_is_readable(connect) -> None:
     assert server.engine.paused
     await client.resume()
     task = asyncio.create_task(client.generate(request()))
-    await until(lambda: server.engine.num_running == 1, "admitted")
+    await eventually(lambda: server.engine.num_running == 1, "admitted")
     assert (await metrics_of(client))["vllm:num_requests_running"] == 1
     await client.abort(["r"])
     await task

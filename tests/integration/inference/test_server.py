@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 from tests.fakes.backend import FakeBackend
 from tests.fakes.engine import FakeEngineSettings
+from tests.processes import free_port, wait_for
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.config.machine import listen_problem
@@ -65,19 +65,6 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
     yield make
     for server in servers:
         server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.02)
 
 
 def engine_pids(group: int) -> list[int]:

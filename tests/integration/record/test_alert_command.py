@@ -3,13 +3,12 @@
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes import has_ended
+from tests.processes import has_ended, wait_for
 
 from telescope.record import alerts as alerts_module
 from telescope.record.alerts import Alerts
@@ -126,7 +125,7 @@ def test_the_end_of_a_run_kills_the_command_that_still_runs_and_tells_what_was_n
     alerts.tell = told.append
     for _ in range(3):
         alerts.add(ROW)
-    wait_until(lambda: bool(lines(out)))
+    wait_for(lambda: bool(lines(out)))
     alerts.close()
     (pid,) = lines(out)
     assert has_ended(pid), "the waiting ones have not begun"
@@ -176,13 +175,6 @@ def test_a_command_that_no_process_takes_is_one_warning_and_any_message_is_taken
     alerts.close()
     assert caplog.text.count("alert_command cannot be started") == num_warnings
     assert alerts._queue.empty()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_command_runs_for_a_message_that_is_not_valid_unicode(out: Path, start: Callable[..., Alerts]) -> None:

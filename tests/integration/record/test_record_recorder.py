@@ -5,13 +5,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from tests.processes import wait_for
 
 from telescope.errors import UserError
 from telescope.record.reader import Run
@@ -47,9 +47,7 @@ def test_rows_written_by_many_threads_are_read_back(tmp_path):
 def test_rows_are_flushed_by_themselves(tmp_path):
     recorder = Recorder(tmp_path, flush_seconds=0.02)
     recorder.write("steps", {"step": 1})
-    deadline = time.monotonic() + 30
-    while not Run(tmp_path).table("steps").num_rows and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: Run(tmp_path).table("steps").num_rows, "the flush")
     assert Run(tmp_path).table("steps")["attempt"].to_pylist() == [1]
     recorder.close()
 

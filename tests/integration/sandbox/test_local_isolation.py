@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.processes import wait_for
 
 from telescope.cli.sandbox import run_shell
 from telescope.environments.context import Answer, Call
@@ -248,19 +249,12 @@ def processes_with(word: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if word in " ".join(p.info["cmdline"] or ())]
 
 
-def wait_until_gone(word: str) -> None:
-    deadline = time.monotonic() + 20
-    while found := processes_with(word):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-
-
 def test_daemons_end_with_the_sandbox(provider):
     handle = run_sync(provider.create(SMALL))
     run_sync(provider.execute(handle, "setsid nohup sleep 98761 > /dev/null 2>&1 & (sleep 98761 &) ; sleep 0.1"))
     assert len(processes_with("sleep 98761")) >= 2
     run_sync(provider.destroy(handle))
-    wait_until_gone("sleep 98761")
+    wait_for(lambda: not processes_with("sleep 98761"), "its end")
     with pytest.raises(SandboxNotRunningError):
         run_sync(provider.execute(handle, "true"))
 
@@ -268,7 +262,7 @@ def test_daemons_end_with_the_sandbox(provider):
 def test_a_time_limit_kills_those_that_left_the_session(run: Run):
     with pytest.raises(SandboxCommandTimeoutError, match=r"did not end within 0\.5 s"):
         run("setsid sleep 98762 & (setsid sleep 98762 &); sleep 98762", timeout=0.5)
-    wait_until_gone("sleep 98762")
+    wait_for(lambda: not processes_with("sleep 98762"), "its end")
 
 
 def test_a_time_limit_kills_those_that_hide(run: Run):
@@ -276,7 +270,7 @@ def test_a_time_limit_kills_those_that_hide(run: Run):
     for command in (f"exec python3 -c '{hide}'", f"python3 -c '{hide}'", "(env -i setsid sleep 98764 &); sleep 60"):
         with pytest.raises(SandboxCommandTimeoutError):
             run(command, timeout=0.5)
-    wait_until_gone("98764")
+    wait_for(lambda: not processes_with("98764"), "its end")
 
 
 @pytest.mark.parametrize("timeout", [1e7, 1e300, float("inf")])
@@ -305,10 +299,7 @@ def test_a_cancelled_creation_or_end_leaves_nothing(provider):
 
     before = left()
     run_sync(many())
-    deadline = time.monotonic() + 10
-    while set(left()) - set(before):
-        assert time.monotonic() < deadline, left()
-        time.sleep(0.1)
+    wait_for(lambda: not set(left()) - set(before), "the end of what is left")
 
 
 def marks_of(environ: Path) -> str:
@@ -401,7 +392,7 @@ def test_a_killed_host_process_leaves_nothing(tmp_path: Path):
     assert len(processes_with("sleep 98763")) >= 4
     host.send_signal(signal.SIGKILL)
     host.wait()
-    wait_until_gone("sleep 98763")
+    wait_for(lambda: not processes_with("sleep 98763"), "its end")
     get_provider()  # removes the cgroups of processes that have ended
     assert not list(Path("/sys/fs/cgroup").glob(f"**/telescope/local-{host.pid}-*"))
 
@@ -498,7 +489,7 @@ def test_a_cancelled_command_is_killed(provider, box: SandboxHandle, run: Run):
         executing.cancel()
 
     run_sync(cancel())
-    wait_until_gone("sleep 98764")
+    wait_for(lambda: not processes_with("sleep 98764"), "its end")
     assert run("echo alive").stdout == "alive\n"
 
 

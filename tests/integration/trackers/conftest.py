@@ -3,14 +3,11 @@
 import json
 import os
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-WAIT_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +18,6 @@ def no_credentials(tmp_path_factory, monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Waits for what another thread or process does."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.02)
 
 
 def wandb_records(run_dir: Path) -> Iterator[Any]:

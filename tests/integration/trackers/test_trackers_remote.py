@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
-from tests.integration.trackers.conftest import until
 from tests.integration.trackers.fake_wandb import ENTITY, FakeWandb, StoredRun
+from tests.processes import wait_for
 
 from telescope.cli import ui
 from telescope.cli.main import main
@@ -112,7 +112,7 @@ def test_runs_are_listed_from_config_and_summary_and_downloaded_when_opened(serv
         assert rows["live"]["status"] == "live"
         assert downloads(server) == []
         client.get("/api/runs/live")
-        until(lambda: client.get("/api/runs/live").json()["info"]["remote"]["phase"] == "synced")
+        wait_for(lambda: client.get("/api/runs/live").json()["info"]["remote"]["phase"] == "synced")
         assert client.get("/api/runs/live/steps").json()["step"] == [0, 1, 2]
         assert client.get("/api/runs/live").json()["info"]["name"] == "live", "what the run wrote counts now"
         copy, original = Run(runs.root / "live"), Run(recorder.files.run_dir)
@@ -125,7 +125,7 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
     upload(stored, recorder.files.run_dir)
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
         read = Run(runs.root / "live")
         server.requests.clear()
         write_steps(recorder, 3, 5)
@@ -138,14 +138,14 @@ def test_a_live_run_follows_and_only_changed_files_are_downloaded(server, record
 
         monkeypatch.setattr(RunCopy, "__setattr__", note_phase)
         upload(stored, recorder.files.run_dir)
-        until(lambda: read.table("steps").num_rows == 5 and read.table("samples").num_rows == 5)
+        wait_for(lambda: read.table("steps").num_rows == 5 and read.table("samples").num_rows == 5)
         tables = {Path(name).parent.name for name in downloads(server) if name.startswith("tables/")}
         assert tables == {"steps", "samples"}
-        until(lambda: phases)
+        wait_for(lambda: phases)
         assert phases == {"synced"}, "the page does not flicker"
         recorder.close()  # tails become blocks
         upload(stored, recorder.files.run_dir)
-        until(lambda: table_files(runs.root / "live") == table_files(recorder.files.run_dir))
+        wait_for(lambda: table_files(runs.root / "live") == table_files(recorder.files.run_dir))
         assert read.table("samples").equals(Run(recorder.files.run_dir).table("samples"))
         assert len(read.unreadable) == 0
 
@@ -157,23 +157,23 @@ def test_the_page_is_told_how_much_of_a_run_is_there(server, recorder, monkeypat
     monkeypatch.setattr(server, "get", lambda path: ("/steps/" not in path or gate.wait(30)) and get(path))
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.phase == "syncing" and copy.state.done_bytes > 0)
+        wait_for(lambda: copy.state.phase == "syncing" and copy.state.done_bytes > 0)
         assert copy.state.done_bytes < copy.state.total_bytes
         client = TestClient(create_app([], remotes=[runs]), base_url="http://localhost")
         (row,) = client.get("/api/runs").json()["runs"]
         assert row["remote"]["total_bytes"] == copy.state.total_bytes
         assert row["steps"] == 8, "as W&B counts them"
         gate.set()
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
 
 
 def test_copies_stay_viewable_without_wandb_and_the_page_says_so(server, recorder, capfd):
     upload(server.add_run("p", stored_run("live")), recorder.files.run_dir)
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
         server.is_down = True
-        until(lambda: copy.state.message)
+        wait_for(lambda: copy.state.message)
         assert copy.state.phase == "synced"
     again = ui.open_project(ENTITY, "p")
     client = TestClient(create_app([], remotes=[again]), base_url="http://localhost")
@@ -184,7 +184,7 @@ def test_copies_stay_viewable_without_wandb_and_the_page_says_so(server, recorde
     assert "cannot be reached" in problem["problem"] and "earlier copies" in problem["problem"]
     assert "earlier copies" in capfd.readouterr().err
     server.is_down = False
-    until(lambda: again.problem is None)
+    wait_for(lambda: again.problem is None)
     again.close()
 
 
@@ -194,14 +194,14 @@ def test_an_interrupted_download_continues(server, recorder, monkeypatch):
     monkeypatch.setattr(server, "get", lambda path: None if "/samples/" in path else get(path))
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.phase == "failed")
+        wait_for(lambda: copy.state.phase == "failed")
     monkeypatch.setattr(server, "get", get)
     before = len(server.requests)
     with opened(server) as runs:
         copy = runs.copy_in(runs.root / "live")
         assert copy.state.phase == "listed"
         copy.open()
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
     again = [path for method, path in server.requests[before:] if method == "GET"]
     assert {path.split("/")[6] for path in again if "/tables/" in path} == {"samples"}
 
@@ -212,10 +212,10 @@ def test_files_that_are_not_on_wandb_yet_are_named_and_come_later(server, record
     late = {name: stored.files.pop(name) for name in list(stored.files) if "/samples/" in name}
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.message)
+        wait_for(lambda: copy.state.message)
         assert "1 of its" in copy.state.message and "not on W&B yet" in copy.state.message
         stored.files |= late
-        until(lambda: copy.state.phase == "synced" and copy.state.message is None)
+        wait_for(lambda: copy.state.phase == "synced" and copy.state.message is None)
         assert Run(runs.root / "live").table("samples").num_rows == 3
 
 
@@ -223,17 +223,17 @@ def test_a_run_that_has_just_started_has_nothing_to_copy_yet(server, recorder):
     stored = server.add_run("p", stored_run("live"))
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: server.operations("RunFiles"))
+        wait_for(lambda: server.operations("RunFiles"))
         assert copy.state == RemoteCopy("listed", f"W&B {ENTITY}/p")
         upload(stored, recorder.files.run_dir)
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
 
 
 def test_a_run_without_a_record_says_why(server):
     server.add_run("p", stored_run("bare", state="finished"))
     with opened(server) as runs:
         copy = opening(runs, "bare")
-        until(lambda: copy.state.phase == "failed")
+        wait_for(lambda: copy.state.phase == "failed")
         assert "wandb_upload_record was false" in copy.state.message
 
 
@@ -242,8 +242,8 @@ def test_a_project_without_runs_of_telescope_says_so_and_shows_those_that_start(
     with opened(server) as runs:
         assert "no runs of Telescope" in runs.problem and "another layout" in runs.problem
         server.add_run("p", stored_run("new"))
-        until(lambda: runs.copy_in(runs.root / "new"))
-        until(lambda: runs.problem.startswith("Runs of another layout"))
+        wait_for(lambda: runs.copy_in(runs.root / "new"))
+        wait_for(lambda: runs.problem.startswith("Runs of another layout"))
 
 
 @pytest.mark.parametrize(("project", "spoil", "words"), [
@@ -272,7 +272,7 @@ def test_a_cache_that_cannot_be_written_is_a_message_and_ends_no_thread(server, 
     with closing(runs):
         assert f"The copy in {runs.root} cannot be written" in (runs.problem or "")
         (tmp_path / "cache").unlink()
-        until(lambda: "cannot be written" not in (runs.problem or ""))
+        wait_for(lambda: "cannot be written" not in (runs.problem or ""))
 
 
 def test_names_from_the_server_lead_nowhere_else(server, recorder, tmp_path):
@@ -284,7 +284,7 @@ def test_names_from_the_server_lead_nowhere_else(server, recorder, tmp_path):
     stored.files |= {f"telescope/{hostile}": b"bad", "telescope/files.json": json.dumps(manifest).encode()}
     with opened(server) as runs:
         copy = opening(runs)
-        until(lambda: copy.state.phase == "synced")
+        wait_for(lambda: copy.state.phase == "synced")
     assert not list(tmp_path.rglob("escaped"))
 
 
@@ -336,22 +336,22 @@ def test_projects_are_found_by_key_and_added_and_removed_on_the_page(server, rec
     words = "someone/a name of words"
     app.state.projects.start()
     try:
-        until(
+        wait_for(
             lambda: (
                 {path: row["runs"] for path, row in listed().items()} == {"someone/mine": 1, "someone/old": 0, words: 0}
             )
         )
         assert client.get("/api/projects").json()["can_change"]
-        until(lambda: [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["live"])
+        wait_for(lambda: [row["id"] for row in client.get("/api/runs").json()["runs"]] == ["live"])
         problem = "Runs of another layout, without a record of Telescope: the other framework."
-        until(lambda: problem in str(client.get("/api/runs").json()["problems"]))
+        wait_for(lambda: problem in str(client.get("/api/runs").json()["problems"]))
         choose(added=["someone/unrelated", "someone/gone", "no path"], removed=["someone/mine", words])
-        until(lambda: set(listed()) == {"someone/old", "someone/unrelated", "someone/gone"})
-        until(lambda: "has no project" in str(listed()["someone/gone"]["problem"]))
+        wait_for(lambda: set(listed()) == {"someone/old", "someone/unrelated", "someone/gone"})
+        wait_for(lambda: "has no project" in str(listed()["someone/gone"]["problem"]))
         assert client.get("/api/projects").json()["removed"] == ["someone/mine", words]
-        until(lambda: client.get("/api/runs").json()["runs"] == [])
+        wait_for(lambda: client.get("/api/runs").json()["runs"] == [])
         choose()
-        until(lambda: set(listed()) == {"someone/mine", "someone/old", words})
+        wait_for(lambda: set(listed()) == {"someone/mine", "someone/old", words})
     finally:
         app.state.projects.close()
 

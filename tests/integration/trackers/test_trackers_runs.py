@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.trackers.conftest import offline_values, until, wandb_records
+from tests.integration.trackers.conftest import offline_values, wandb_records
 from tests.integration.trackers.fake_wandb import FakeWandb, StoredRun
+from tests.processes import wait_for
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.orchestrator.run_directory import RunDirectory
@@ -49,7 +50,7 @@ def record_attempt(path: Path, first: int, last: int, server: FakeWandb | None =
         replace_json(path / "summary.json", {"seconds": 2.5, "status": "finished"})
         recorder.flush()
         if server is not None:  # the tail of a table is uploaded before a block replaces it
-            until(lambda: [name for name in server.puts() if "/steps/" in name and name.endswith(".arrows")])
+            wait_for(lambda: [name for name in server.puts() if "/steps/" in name and name.endswith(".arrows")])
 
 
 @dataclass

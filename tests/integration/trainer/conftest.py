@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from tests.integration.trainer.plain_kernels import PlainKernels, use_plain_kernels
-from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, set_up_quickly
+from tests.integration.trainer.trainer_cases import build_model, make_config, set_up_quickly
+from tests.processes import free_port
 
 from telescope.trainer.worker import Trainer
 

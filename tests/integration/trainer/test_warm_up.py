@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from tests.integration.trainer.plain_kernels import use_plain_kernels
-from tests.integration.trainer.trainer_cases import free_port, make_config, make_samples, run_ranks, weights
+from tests.integration.trainer.trainer_cases import make_config, make_samples, run_ranks, weights
+from tests.processes import free_port
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from telescope.trainer.attention import choose_kernel

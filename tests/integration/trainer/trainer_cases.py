@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.processes import free_port
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -148,13 +149,6 @@ def near_policy(samples: list[TrainSample], trainer: Trainer, noise: float = 0.3
         )
         sample.engine_logprob_L = np.where(sample.trained_L, own_L + rng.normal(0, noise, sample.length), 0.0)
     return samples
-
-
-def free_port() -> int:
-    """Returns a free TCP port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli.eval import _run_path, _steps, _write_plot, as_json, print_outcome
 from telescope.errors import UserError

@@ -6,13 +6,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.processes import has_ended, is_running
+from tests.processes import has_ended, is_running, wait_for
 
 from telescope.cluster.reaper import LONGEST_SOCKET, MARK_VARIABLE, SOCKET_PATH_BYTES, Reaper, temporary_base
 
@@ -148,12 +147,9 @@ def test_a_killed_run_leaves_no_temporary_file_and_no_shared_memory() -> None:
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    deadline = time.monotonic() + 30
-    while (Path(directory).exists() or any(file.exists() for file in ours)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(directory).exists()
+    wait_for(lambda: not Path(directory).exists(), "the removal of the directory")
+    wait_for(lambda: not any(file.exists() for file in ours), "the removal of the files")
     assert not Path(f"{directory}-logs").exists()
-    assert not [file for file in ours if file.exists()]
     assert all(file.exists() for file in theirs), "files of another process"
     os.kill(neighbor, signal.SIGTERM)
     for file in theirs:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import wait_for
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cli import main as cli
@@ -197,10 +198,8 @@ def test_the_fields_of_the_record_set_its_interval_and_its_files(tmp_path):
     directory = make(tmp_path, metrics_logger_interval_seconds=0.05, **blocks)
     with directory.open_record(console=False) as recorder:
         recorder.write("samples", {"sample_id": "a"})
-        deadline = time.monotonic() + 30
-        while not list((tmp_path / "run" / "tables" / "samples").glob("*.parquet")):
-            assert time.monotonic() < deadline, "a row is on disk after an interval, and a file of one rollout ends"
-            time.sleep(0.01)
+        samples = tmp_path / "run" / "tables" / "samples"
+        wait_for(lambda: list(samples.glob("*.parquet")), "a file of one rollout, after an interval,")
         assert (recorder.tail_seconds, recorder.block_seconds, recorder.block_rollouts) == (7, 8, 1)
 
 

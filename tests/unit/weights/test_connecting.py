@@ -4,11 +4,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.processes import wait_for
 
 from telescope.errors import DeadlineExceeded
 from telescope.weights import communicator, control_channel
@@ -39,13 +39,6 @@ class Connecting:
         return self.error
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_waiting_for_an_engine_ends_when_it_is_aborted() -> None:
     sender = WeightSender()
     listen(sender)
@@ -69,7 +62,7 @@ def test_an_engine_that_joins_and_then_hangs_is_abandoned_on_an_abort() -> None:
     peer, _ = join(info.host, info.port, 1, info.token, 10)
     sender.abort(0, "the engine hangs")
     assert "the engine hangs" in str(connecting.outcome())
-    eventually(lambda: peer.loss is not None)
+    wait_for(lambda: peer.loss is not None)
     assert "the engine hangs" in (peer.loss or ""), "the peer receives the reason"
     peer.close()
 

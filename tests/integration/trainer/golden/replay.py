@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.integration.trainer.trainer_cases import free_port
+from tests.processes import free_port
 
 from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
