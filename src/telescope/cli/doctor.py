@@ -191,8 +191,7 @@ def ask_torch() -> dict[str, object]:
     if answer.returncode != 0:
         last_line = (answer.stderr.strip().splitlines() or [describe_exit(answer.returncode)])[-1]
         return {"error": f"import torch fails: {last_line}"}
-    found: dict[str, object] = json.loads(answer.stdout.strip().splitlines()[-1])
-    return found
+    return json.loads(answer.stdout.strip().splitlines()[-1])
 
 
 def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:

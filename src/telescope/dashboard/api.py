@@ -34,8 +34,7 @@ RunId = Annotated[str, Path(alias="run")]
 
 
 def _registry(request: Request) -> Registry:
-    found: Registry = request.app.state.registry
-    return found
+    return request.app.state.registry
 
 
 Registered = Annotated[Registry, Depends(_registry)]

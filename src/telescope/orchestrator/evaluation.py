@@ -237,7 +237,7 @@ class Evaluation:
         self.status.eval_done += len(finished)
         supervisor = Supervisor()
         supervisor.spawn(lease.fail_when_lost(), "servers of the eval")
-        result: EvalResult = await supervisor.run_until(
+        return await supervisor.run_until(
             run_eval(
                 plan,
                 version=lease.version,
@@ -252,7 +252,6 @@ class Evaluation:
                 taken=self.samples.taken if self.samples is not None else (),
             )
         )
-        return result
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
         """Writes a result to the record, the log and the live view."""

@@ -39,8 +39,7 @@ TABLES: tuple[tuple[Any, Any], ...] = (
 
 def compute_dtype(config: Any) -> torch.dtype:
     """Returns the dtype of activations and of gathered weights."""
-    dtype: torch.dtype = getattr(torch, config.mixed_precision_dtype or config.model_dtype)
-    return dtype
+    return getattr(torch, config.mixed_precision_dtype or config.model_dtype)
 
 
 @dataclass(frozen=True, slots=True)

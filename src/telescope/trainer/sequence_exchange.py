@@ -39,8 +39,7 @@ class ContextGroup:
 def _resolve(name: str) -> dist.ProcessGroup:
     # Private in torch 2.11 to 2.13, but torch's own operators use it: an operator takes a name, not a group.
     resolve: Any = distributed_c10d._resolve_process_group
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return resolve(name)
 
 
 @torch.library.custom_op("telescope::exchange", mutates_args=())
@@ -104,8 +103,7 @@ def whole_row(own_Kn: torch.Tensor, own: slice, num_tokens: int, context: Contex
 
     The gradient assumes that every rank computes the same loss.
     """
-    whole: torch.Tensor = _Whole.apply(own_Kn, own, num_tokens, context.name)
-    return whole
+    return _Whole.apply(own_Kn, own, num_tokens, context.name)
 
 
 def pad_row(micro_batch: MicroBatch, num_parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

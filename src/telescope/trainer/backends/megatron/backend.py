@@ -154,7 +154,7 @@ class MegatronBackend(RLBackend):
                 out_2N = whole_row(out_2N, own, int(micro_batch.trained_T.sum()), context)
             return finish(index, *out_2N)
 
-        results: list[Any] = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(enumerate(micro_batches)),
             model=[self.ddp],
@@ -164,7 +164,6 @@ class MegatronBackend(RLBackend):
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return results
 
     @torch.no_grad()
     def optimizer_step(self, rate: float, divisor: float, timeline: Timeline) -> float:

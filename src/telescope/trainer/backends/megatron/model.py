@@ -72,8 +72,7 @@ def compiled_on_gpus(function: Callable[..., torch.Tensor]) -> Callable[..., tor
         for tensor in tensors:
             if torch.is_tensor(tensor) and tensor.shape[0] == tensors[0].shape[0]:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        result: torch.Tensor = compiled(*tensors)
-        return result
+        return compiled(*tensors)
 
     return call
 
