@@ -45,13 +45,9 @@ from telescope.environments.user_code import DeadlinePassed, deadline, gather_or
 from telescope.errors import InfrastructureError, UserError
 
 __all__ = [
-    "ToolCall",
-    "ToolEnvironment",
-    "ToolResult",
-    "func_to_tool_schema",
-    "parse_function_call_syntax",
+    "ToolCall", "ToolEnvironment", "ToolResult", "func_to_tool_schema", "parse_function_call_syntax",
     "parse_xml_tool_calls",
-]
+]  # fmt: skip
 
 SANDBOX_KEY = "sandbox"
 """Key of `state.custom` with the handle of the rollout's sandbox, which the record of a tool call names."""

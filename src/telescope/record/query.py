@@ -42,14 +42,9 @@ _GLOB = re.compile(r"[*?\[]")
 """Characters that make a path a pattern for DuckDB."""
 
 _ABOUT_THE_QUERY = (
-    duckdb.ParserException,
-    duckdb.SyntaxException,
-    duckdb.BinderException,
-    duckdb.CatalogException,
-    duckdb.PermissionException,
-    duckdb.ConversionException,
-    duckdb.OutOfRangeException,
-)
+    duckdb.ParserException, duckdb.SyntaxException, duckdb.BinderException, duckdb.CatalogException,
+    duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException,
+)  # fmt: skip
 """Errors that a damaged file never causes. For other errors, every file is checked."""
 
 OFFLINE = {

@@ -16,18 +16,10 @@ TEXT_LIST = pa.list_(pa.string())
 INT32_LIST = pa.list_(pa.int32())
 
 TYPES: dict[str, pa.DataType] = {
-    "text": pa.string(),
-    "integer": pa.int64(),
-    "number": pa.float64(),
-    "boolean": pa.bool_(),
-    "numbers": NUMBERS,
-    "texts": TEXTS,
-    "text_list": TEXT_LIST,
-    "int32_list": INT32_LIST,
-    "float32_list": pa.list_(pa.float32()),
-    "number_list": pa.list_(pa.float64()),
-    "boolean_list": pa.list_(pa.bool_()),
-}
+    "text": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "numbers": NUMBERS,
+    "texts": TEXTS, "text_list": TEXT_LIST, "int32_list": INT32_LIST, "float32_list": pa.list_(pa.float32()),
+    "number_list": pa.list_(pa.float64()), "boolean_list": pa.list_(pa.bool_()),
+}  # fmt: skip
 """Arrow types, by their names in `tables.toml`."""
 
 

@@ -16,20 +16,10 @@ from telescope.sandbox.errors import (
 from telescope.sandbox.pool import GenericSandboxPool
 
 __all__ = [
-    "ExecResult",
-    "GenericSandboxPool",
-    "SandboxBusyError",
-    "SandboxCommandTimeoutError",
-    "SandboxConfig",
-    "SandboxError",
-    "SandboxHandle",
-    "SandboxImagePullError",
-    "SandboxNotRunningError",
-    "SandboxOOMError",
-    "SandboxProvider",
-    "SandboxSetupError",
-    "get_provider",
-]
+    "ExecResult", "GenericSandboxPool", "SandboxBusyError", "SandboxCommandTimeoutError", "SandboxConfig",
+    "SandboxError", "SandboxHandle", "SandboxImagePullError", "SandboxNotRunningError", "SandboxOOMError",
+    "SandboxProvider", "SandboxSetupError", "get_provider",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

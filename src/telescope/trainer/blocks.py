@@ -20,14 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from telescope.trainer.model import PolicyModel
 
 ATTENTION_OPERATORS = (
-    "telescope::flash_attention_4",
-    "torch_attn::_varlen_attn",
-    "flash_attn::_flash_attn_varlen_forward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-)
+    "telescope::flash_attention_4", "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 """The attention operators of all kernels. At 64k tokens, attention is most of a block's work and its output a tenth of
 the activations, so the output is kept and the rest is recomputed."""
 

@@ -19,18 +19,9 @@ CHOICES = ("choices", "options")
 LETTERS = tuple("ABCDEFGHIJ")
 """Columns that hold one choice each, as in a spreadsheet."""
 ANSWERS = (
-    "reward_model.ground_truth",
-    "answer",
-    "ground_truth",
-    "final_answer",
-    "expected_answer",
-    "solution",
-    "target",
-    "output",
-    "answerKey",
-    "canonical_solution",
-    "code",
-)
+    "reward_model.ground_truth", "answer", "ground_truth", "final_answer", "expected_answer", "solution", "target",
+    "output", "answerKey", "canonical_solution", "code",
+)  # fmt: skip
 TESTS = ("tests", "info", "input_output", "reward_model.ground_truth", "ground_truth", "test_list", "test")
 ASSERTIONS = {"test": "rows of HumanEval", "test_list": "rows of MBPP"}
 GSM8K = "rows of GSM8K"

@@ -88,15 +88,10 @@ CALL_LIMIT_VARIABLE = "TELESCOPE_ENGINE_CALL_SECONDS"
 """Environment variables of the server: seconds that a step, and a call into the workers, may block the engine's loop.
 The values come from the two fields above."""
 
-CALLS = frozenset(
-    {
-        wire.INIT_TRANSFER_ROUTE,
-        wire.START_UPDATE_ROUTE,
-        wire.UPDATE_WEIGHTS_ROUTE,
-        wire.FINISH_UPDATE_ROUTE,
-        wire.COLLECTIVE_RPC_ROUTE,
-    }
-)
+CALLS = frozenset({
+    wire.INIT_TRANSFER_ROUTE, wire.START_UPDATE_ROUTE, wire.UPDATE_WEIGHTS_ROUTE, wire.FINISH_UPDATE_ROUTE,
+    wire.COLLECTIVE_RPC_ROUTE,
+})  # fmt: skip
 
 LONGEST_POLL_SECONDS = 10.0
 """Most silence counted between two health checks, which come every few seconds."""

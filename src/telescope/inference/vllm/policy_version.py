@@ -30,19 +30,10 @@ from telescope.inference.auth import error_response
 from telescope.inference.vllm import adapter as wire
 from telescope.inference.vllm.support import installed_version, parse_version, reports_version_spans
 
-SALTED_ROUTES = frozenset(
-    (
-        wire.GENERATE_ROUTE,
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/systemone",
-        "/generative_scoring",
-        "/invocations",
-    )
-)
+SALTED_ROUTES = frozenset({
+    wire.GENERATE_ROUTE, "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses",
+    "/v1/messages", "/v1/systemone", "/generative_scoring", "/invocations",
+})  # fmt: skip
 """Routes that sample or score. All of them accept `cache_salt` at the top level of their body."""
 
 ABORT_ROUTES = (wire.ABORT_ROUTE, "/inference/v1/abort_requests")
