@@ -14,6 +14,7 @@ from fastapi import Query
 
 import telescope
 from telescope.dashboard import api
+from telescope.dashboard.curves import evals
 from telescope.dashboard.models import FROM_SUMMARY, Now
 from telescope.dashboard.registry import BOOKKEEPING, Listing, Registry, config_of, json_object
 from telescope.dashboard.remote import RunCopy
@@ -23,7 +24,7 @@ from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
 from telescope.record.files import RunFiles
 from telescope.record.gauges import REPEAT_SECONDS
-from telescope.record.reader import Run, eval_names
+from telescope.record.reader import Run
 
 CHECKPOINT = re.compile(r"step_(\d+)")
 """Name of a checkpoint's folder."""
@@ -166,15 +167,9 @@ def _columns(metrics: StepMetrics) -> rules.Columns:
 
 def eval_points(store: RunStore) -> list[EvalPoint]:
     """Returns the accuracies of the run's own evals, ordered by step."""
-    visible = store.visible()
-    store.refresh("evals")
-    rows = store.rows(f"SELECT * FROM evals WHERE {visible} ORDER BY step, number")
-    named = eval_names(config_of(store.run)[0], rows)
     return [
-        EvalPoint(
-            named(row["name"], row["number"]), row["step"], row["accuracy"], row["accuracy_low"], row["accuracy_high"]
-        )
-        for row in rows
+        EvalPoint(row["name"], row["step"], row["accuracy"], row["accuracy_low"], row["accuracy_high"])
+        for row in evals(store)
         if row["source"] != "standalone" and row["accuracy"] is not None and math.isfinite(row["accuracy"])
     ]
 
