@@ -110,7 +110,8 @@ class RolloutActor:
         infos = [each.describe(checks_template=checks_template) for each in loaded]
         environments = LoadedEnvironments(loaded, timeout_seconds=config.environment_timeout_seconds)
         self._run(environments.start())
-        _limit_memory(memory_allowance())
+        most = psutil.Process().memory_info().data + memory_allowance()
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         self._environments = environments
         self._worker = RolloutWorker(environments, self._engines, grouped=not config.enable_individual_sample_lanes)
         watching = _watch(self._log_path, self._log, config.environment_timeout_seconds)
@@ -163,18 +164,12 @@ async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
 
 
 def memory_allowance() -> int:
-    """Returns how many bytes a worker may allocate in addition to what it has loaded.
+    """Returns how many bytes a worker may allocate in addition to what it has loaded. Further allocations fail.
 
     It is a quarter of the memory, and at least 2 GiB: a reward that never stops allocating fails before the engine or
     the trainer does.
     """
     return max(memory_bytes() // 4, 2 * GIB)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Lets this process allocate `num_bytes` more of data. Further allocations fail."""
-    used = psutil.Process().memory_info().data
-    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 class RolloutHandle:

@@ -285,14 +285,11 @@ def _pattern_of(names: Iterable[str]) -> re.Pattern[str]:
 
 def _with_breaks(value: Any, names: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        return names.sub(_with_break, value)
+        # A template string would be looked up by a pattern that is slow to hash.
+        return names.sub(lambda name: name[0] + BREAK, value)
     if isinstance(value, dict):
         return {key: _with_breaks(each, names) for key, each in value.items()}
     return [_with_breaks(each, names) for each in value] if isinstance(value, list) else value
-
-
-def _with_break(name: re.Match[str]) -> str:
-    return name[0] + BREAK  # a template string would be looked up by a pattern that is slow to hash
 
 
 def without_breaks(text: str) -> str:
