@@ -65,7 +65,6 @@ class RunStatus:
     num_open_groups: int = 0
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
-    num_requeued_groups: int = 0
     num_long_prompts: int = 0
     """Prompts left out because they leave no space for a completion."""
     num_masked_samples: int = 0

@@ -72,7 +72,6 @@ class StepRecorder:
         """Counts and writes the finished samples of a group whose prompt is requeued, so its outcome is still open."""
         self._discards.requeued(group.samples)
         self._discards.discarded(reason, None, group.samples)
-        self._status.num_requeued_groups += 1
         self._write_samples(group, version, status="discarded", reason=reason, step=version)
 
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
