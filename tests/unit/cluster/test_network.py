@@ -1,19 +1,14 @@
 """Who meets on loopback, at which address everybody else is reached, and through which interface NCCL and gloo talk."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cluster import placement as network_module
 from telescope.cluster.inference_group import bind_host
 from telescope.cluster.placement import Network, Placement, interface_of, network_of, own_host, use_interface_of
-from telescope.config import TelescopeConfig
 from telescope.inference.server import advertised_host
-
-
-def config_of(**fields: Any) -> TelescopeConfig:
-    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
 
 
 def placed(servers: list[str], ranks: list[str]) -> Placement:

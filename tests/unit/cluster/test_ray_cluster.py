@@ -16,10 +16,10 @@ from ray._private import ray_constants
 from ray._private.runtime_env import uv_runtime_env_hook
 from ray._private.services import get_node_ip_address
 from ray._private.worker import _maybe_modify_runtime_env
+from tests.unit.orchestrator.fakes import config_of
 
 from telescope.cluster import ray_cluster
 from telescope.cluster.ray_cluster import Cluster, connect, disconnect, names_of_nodes, runtime_environment
-from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
 
@@ -28,10 +28,6 @@ NODE = {
     "NodeID": "first", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "box", "Alive": True,
     "Resources": {"CPU": 8.0, "GPU": 2.0},
 }  # fmt: skip
-
-
-def config_of(**fields: Any) -> TelescopeConfig:
-    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
 
 
 def cluster_of(*, started_here: bool) -> Cluster:

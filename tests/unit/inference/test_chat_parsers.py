@@ -4,14 +4,10 @@ import subprocess
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 
-from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError
 from telescope.inference.vllm.support import check_chat_parsers
-
-
-def config(**fields: Any) -> TelescopeConfig:
-    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
 
 
 @pytest.fixture
@@ -31,18 +27,18 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_nothing_is_asked_when_no_parser_is_named(answer: dict[str, Any]) -> None:
-    check_chat_parsers(config())
+    check_chat_parsers(config_of())
     assert answer["calls"] == 0
 
 
 def test_parsers_that_vllm_has_are_accepted(answer: dict[str, Any]) -> None:
-    check_chat_parsers(config(vllm_tool_call_parser="mistral", vllm_reasoning_parser="qwen3"))
+    check_chat_parsers(config_of(vllm_tool_call_parser="mistral", vllm_reasoning_parser="qwen3"))
     assert answer["calls"] == 1
 
 
 def test_a_refusal_names_field_value_nearest_name_and_all_names(answer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_chat_parsers(config(vllm_tool_call_parser="hermez", vllm_reasoning_parser="hermes"))
+        check_chat_parsers(config_of(vllm_tool_call_parser="hermez", vllm_reasoning_parser="hermes"))
     first, second = str(caught.value).splitlines()
     assert first == (
         "vllm_tool_call_parser is 'hermez', which the installed vLLM does not have. Did you mean 'hermes'? It has: "
@@ -56,10 +52,10 @@ def test_a_vllm_that_cannot_list_its_parsers_is_an_error(answer: dict[str, Any])
     with pytest.raises(
         ConfigError, match=r"vllm_tool_call_parser: vLLM could not list its parsers(.|\n)*No module named"
     ):
-        check_chat_parsers(config(vllm_tool_call_parser="hermes"))
+        check_chat_parsers(config_of(vllm_tool_call_parser="hermes"))
 
 
 def test_a_vllm_that_hangs_has_a_deadline(answer: dict[str, Any]) -> None:
     answer["hangs"] = True
     with pytest.raises(ConfigError, match=r"vllm_reasoning_parser: vLLM did not list its parsers within 300 s"):
-        check_chat_parsers(config(vllm_reasoning_parser="qwen3"))
+        check_chat_parsers(config_of(vllm_reasoning_parser="qwen3"))
