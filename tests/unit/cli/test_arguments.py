@@ -61,7 +61,7 @@ def test_every_command_has_help(command, capsys):
     (["runs", "--jsn"], "Unexpected argument '--jsn'. Did you mean --json? `telescope runs --help` lists"),
     (["envs", "list", "--jsn"], "Did you mean --json? `telescope envs list --help` lists"),
     (["doctor", "--no_hub", "--waitseconds=3"], "Did you mean --wait-seconds?"),
-    (["runs", "one"], "Unexpected argument 'one'. `telescope runs --help`"),
+    (["doctor", "one"], "Unexpected argument 'one'. `telescope doctor --help`"),
     (["query", "--format", "xml"], "--format: invalid choice: 'xml'"),
     (["ui", "--port", "1", "--port", "2"], "--port is given twice: 1 and 2. Give it once"),
     (["doctor", "--cluster", "--nodes", "0"], "--nodes: it is 0; set it to 1 or more"),
