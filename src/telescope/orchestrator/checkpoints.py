@@ -387,15 +387,17 @@ class Checkpointer:
         )
 
     def _failed(self, step: int, cause: str) -> None:
-        self._announce(f"the checkpoint after step {step} was not written: {cause}. Training continues")
+        self._announce(f"the checkpoint after step {step} was not written: {cause}. {self._newest()}")
 
     def _skipped(self, what: str) -> None:
         limit = self.config.checkpoint_on_exit_timeout_s
-        newest = f"step_{self.last_step}" if self.last_step else "none"
         self._announce(
             f"{what} is skipped: it is not complete {limit:g} s after the run was stopped "
-            f"(checkpoint_on_exit_timeout_s). The newest is {newest}"
+            f"(checkpoint_on_exit_timeout_s). {self._newest()}"
         )
+
+    def _newest(self) -> str:
+        return f"The newest is step_{self.last_step}" if self.last_step else "There is no other"
 
     def _announce(self, news: str) -> None:
         self.status.report(news, "checkpoint", "warning", log=logger)
