@@ -113,9 +113,12 @@ class Server:
             raise UserError(f"The MCP server {self.address!r} has no tools. Leave it out.")
         if missing := [name for name in include or () if name not in known]:
             raise UserError(f"The MCP server {self.address!r} has no tool {missing[0]!r}. It has: {', '.join(known)}.")
-        names = {name: re.sub(r"\W|^(?=\d)", "_", name) for name in include or known}
-        prefix = re.sub(r"\W|^(?=\d)", "_", prefix)
-        return [McpTool(self, known[name], f"{prefix}_{n}" if n in taken else n) for name, n in names.items()]
+        names: dict[str, str] = {}  # of the server's names, ours
+        for name in include or known:
+            plain, taken_here = _identifier(name), {*taken, *names.values()}
+            tries = (plain, *(f"{_identifier(prefix)}{number}_{plain}" for number in ("", *range(2, 1000))))
+            names[name] = next(candidate for candidate in tries if candidate not in taken_here)
+        return [McpTool(self, known[name], unique) for name, unique in names.items()]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Calls a tool. Raises `InfrastructureError` when the server fails."""
@@ -178,6 +181,10 @@ class Server:
             return problem
         text = problem if isinstance(problem, str) else error_text(problem)
         return InfrastructureError(f"The MCP server {self.address!r} failed: {text}")
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W|^(?=\d)", "_", name)
 
 
 def _block_text(block: Any) -> str:

@@ -39,6 +39,10 @@ def add(a: int, b: int = 1) -> int:
 def read(name: str) -> str:
     raise ToolError(f"no file {name}")
 
+@server.tool(name="read.file")
+def read_other(name: str) -> str:
+    return name
+
 @server.tool()
 def exit(code: int) -> str:
     os._exit(code)
@@ -202,6 +206,13 @@ async def test_a_server_over_http_has_its_name_before_names_that_are_taken(comma
         await answer(environment, "abacus_add", '{"a": 2}')
     assert await answer(environment, "add", '{"a": 2}') == "[add] 3"
     await environment.close_resources()
+
+
+def test_names_of_one_server_or_of_three_with_one_name_that_are_equal_as_identifiers_stay_apart(command):
+    one = {"mcp": command, "include": ["read-file", "read.file"]}
+    add = {"mcp": command, "include": ["add"]}
+    names = ["read_file", "abacus_read_file", "add", "abacus_add", "abacus2_add"]
+    assert list(make(one, add, add, add).tool_map) == names
 
 
 def test_a_started_server_ends_with_a_worker_that_is_killed(command, tmp_path):
