@@ -45,6 +45,8 @@ class Tool:
         self.name: str = getattr(function, "__name__", "")
         if not self.name.isidentifier():
             raise UserError(f"{function!r} cannot be a tool: it has no name. Use a function that is defined with def.")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise UserError(f"The tool {self.name!r} yields its results. Return them instead, for example as one text.")
         self.parameters, self.state_parameter = _shown_parameters(function, self.name)
         self._fields: dict[str, str] = {}
         description, described = _read_docstring(inspect.getdoc(function) or "")

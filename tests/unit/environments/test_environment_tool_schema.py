@@ -283,3 +283,15 @@ def test_a_function_that_cannot_be_a_tool_is_refused_by_name():
         func_to_tool_schema(lambda x: x)
     with pytest.raises(UserError, match="The parameters of the tool 'max' cannot be read: no signature"):
         func_to_tool_schema(max)
+
+
+def test_a_tool_that_yields_is_refused():
+    def count(n: int):
+        yield from range(n)
+
+    async def count_later(n: int):
+        yield n
+
+    for function in (count, count_later):
+        with pytest.raises(UserError, match=f"The tool '{function.__name__}' yields its results. Return them"):
+            func_to_tool_schema(function)
