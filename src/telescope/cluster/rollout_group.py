@@ -35,6 +35,7 @@ from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.record.files import RunFiles
 from telescope.rollout.exchange import Orders, Report, WorkerLost
 from telescope.rollout.sandbox_rows import SandboxNews, SandboxRecord, sandbox_news
+from telescope.rollout.user_thread import report_blocking
 from telescope.sandbox.activity import CURRENT, Activity
 from telescope.sandbox.ledger import DIRECTORY_VARIABLE
 from telescope.utils.process import ignore_sigterm, log_tail, open_log, rotate_log
@@ -156,8 +157,9 @@ def _log_stage(stage: str, doing: str) -> None:
 
 
 async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
-    """Limits the log's size. Writes all stacks to it when user code blocks the event loop for `seconds`."""
-    while True:
+    """Limits the log's size. Writes to it what blocks the event loop, and after `seconds` all stacks."""
+    blocking = asyncio.create_task(report_blocking())
+    while not blocking.done():
         faulthandler.dump_traceback_later(seconds, file=log)
         rotate_log(path, MAX_LOG_BYTES)
         await asyncio.sleep(1.0)
@@ -228,7 +230,7 @@ class RolloutHandle:
                 report: Report = await answer(call, self._name)
         except TimeoutError:
             await self.kill()
-            what = "user code holds the interpreter; its stacks are in its log"
+            what = "user code blocks its event loop; the line is in its log"
             raise WorkerLost(f"{self._name} did not answer for {silence:g} s: {what}") from None
         except ActorExited as error:
             raise WorkerLost(f"{self._name} exited{self.log_end()}") from error

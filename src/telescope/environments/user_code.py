@@ -229,14 +229,22 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
     """
     if isinstance(error, MalformedResultError):  # our line that rejects a result does not help
         return None
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
-    if not frames:
-        return None
+    return _line_of_person(traceback.extract_tb(error.__traceback__), folder)
+
+
+def running_line(thread: int) -> str | None:
+    """Returns the `file:line` of user code that a thread executes. None if it executes no user code."""
+    frame = sys._current_frames().get(thread)
+    return _line_of_person(traceback.extract_stack(frame), None, or_any=False) if frame else None
+
+
+def _line_of_person(stack: traceback.StackSummary, folder: Path | None, or_any: bool = True) -> str | None:
+    frames = [f for f in stack if not f.filename.startswith("<")]
     in_folder = [f for f in frames if folder is not None and Path(f.filename).is_relative_to(folder)]
     # Shipped environments are in subfolders of this package.
     of_a_person = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_of_package(Path(f.filename))]
-    chosen = (in_folder or of_a_person or frames)[-1]
-    return f"{chosen.filename}:{chosen.lineno}"
+    chosen = in_folder or of_a_person or (frames if or_any else [])
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
 
 
 def _is_of_package(file: Path) -> bool:

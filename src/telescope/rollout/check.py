@@ -7,7 +7,6 @@ environment without a known solution is tried with the sample's answer in the fo
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from telescope.rollout.rendering import Renderer
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.user_thread import report_blocking
 
 REFERENCE, CANNED, MODEL = "reference solution", "canned answer", "the model"
 FORMS = ("<answer>{}</answer>", "\\boxed{{}}", "{}")
@@ -104,16 +104,6 @@ class Trial:
         )
 
 
-async def _exit_if_blocked(seconds: float) -> None:
-    """Prints all stacks and exits when a rollout blocks the event loop for `seconds`, which no deadline ends."""
-    try:
-        while True:
-            faulthandler.dump_traceback_later(seconds, exit=True)
-            await asyncio.sleep(1.0)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 class Checks:
     """The trials of one environment. Starts nothing before `run`."""
 
@@ -142,7 +132,7 @@ class Checks:
     async def run(self, items: Sequence[int]) -> list[Trial]:
         """Runs the reference solution and the cheats of these items, and the model if there is a server."""
         self._environments = LoadedEnvironments([self._loaded], timeout_seconds=self._timeout_seconds)
-        watching = asyncio.create_task(_exit_if_blocked(self._timeout_seconds))
+        watching = asyncio.create_task(report_blocking(self._timeout_seconds))
         try:
             await self._environments.start()
             # References run first, one at a time, because a grader may have a deadline.
@@ -159,6 +149,8 @@ class Checks:
         """Returns the trial of the reference solution, or of the first form that is right. Empty without an answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
+        if isinstance(own, str) or not all(isinstance(text, str) for text in own):
+            raise UserError(f"solution() returned {own!r:.200}. Return a list of texts, one per turn.")
         answer = str(sample.answer or "")
         forms = [[form.replace("{}", answer)] for form in self._forms if answer or "{}" not in form]
         tried = [await self._try(item, REFERENCE, answers) for answers in ([own] if own else forms)]
@@ -166,6 +158,8 @@ class Checks:
 
     async def _others(self, item: int, reference: list[Trial]) -> list[Trial]:
         cheats = self.environment.cheats(self.environment.get_sample(item))
+        if not isinstance(cheats, dict) or not all(isinstance(text, str) for text in cheats.values()):
+            raise UserError(f"cheats() returned {cheats!r:.200}. Return a dict of texts, by name.")
         if reference and list(reference[0].answers) == [cheats.get(GOLD)]:
             del cheats[GOLD]
         others = {name: [answer] for name, answer in cheats.items()}

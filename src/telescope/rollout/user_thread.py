@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import math
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from telescope.environments.user_code import (
     error_text,
     needs_stack,
     original_error,
+    running_line,
     take_step,
     user_code_line,
     within,
@@ -35,6 +38,39 @@ from telescope.environments.user_code import (
 from telescope.errors import EnvironmentFailure, InfrastructureError
 
 R = TypeVar("R")
+
+BLOCKED_SECONDS = 5.0
+"""Time without a turn of the event loop after which the line of user code that blocks it is printed."""
+
+
+async def report_blocking(until: float = math.inf) -> None:
+    """Prints the line of user code that blocks the event loop, and exits if it blocks it for `until` seconds."""
+    thread, is_free, is_over = threading.get_ident(), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        seconds = 0.0
+        while not is_over.is_set():
+            wait = min(BLOCKED_SECONDS, until)
+            seconds = 0.0 if is_free.wait(wait) else seconds + wait
+            is_free.clear()
+            if seconds == wait and (where := running_line(thread)):
+                fix = "Use `await asyncio.to_thread(...)`, or an async client such as `context.openai()`"
+                print(f"{where} blocks the event loop: all rollouts and the endpoint wait. {fix}.", file=sys.stderr)
+                sys.stderr.flush()
+            if seconds >= until:
+                os._exit(1)  # no deadline ends this, and no exception reaches the event loop
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        while True:
+            is_free.set()
+            if until < math.inf:
+                faulthandler.dump_traceback_later(until + 1.0, exit=True)  # if C code holds the interpreter
+            await asyncio.sleep(min(BLOCKED_SECONDS, until) / 4)
+    finally:
+        is_over.set()
+        if until < math.inf:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class UserThread:
