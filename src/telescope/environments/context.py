@@ -229,6 +229,7 @@ class Chat:
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it sends conversations to OpenAI, with the key of the endpoint
         }
 
     def openai(self) -> Any:
