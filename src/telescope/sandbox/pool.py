@@ -23,7 +23,12 @@ from typing import Any
 from telescope.errors import UserError
 from telescope.sandbox.activity import SAMPLE, measured
 from telescope.sandbox.base import ENDPOINT_PORT, ExecResult, SandboxConfig, SandboxHandle, SandboxProvider
-from telescope.sandbox.errors import SandboxBusyError, SandboxError, SandboxSetupError
+from telescope.sandbox.errors import (
+    SandboxBusyError,
+    SandboxCommandTimeoutError,
+    SandboxError,
+    SandboxSetupError,
+)
 from telescope.sandbox.ledger import SandboxLedger
 from telescope.utils.process import describe_exit
 from telescope.utils.text import plain, single_line
@@ -260,7 +265,10 @@ class Sandbox:
             raise UserError(f"run got {command!r:.80}: give the text of a shell command (shlex.join)")
         variables = {name: self._inside(str(value)) for name, value in (env or {}).items()}
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
-        result = await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
+        try:
+            result = await self.pool.provider.execute(self.handle, exports + command, timeout=timeout, working_dir=cwd)
+        except SandboxCommandTimeoutError as late:  # its message would begin with the variables, and show their keys
+            raise SandboxCommandTimeoutError(command, late.timeout, late.sandbox_id) from None
         self.program_error = _describe_failure(command, result) if result.exit_code else None
         return result
 
