@@ -24,13 +24,15 @@ from typing import Any, Protocol
 
 from telescope.environments.records import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
-from telescope.errors import UserError
+from telescope.errors import EnvironmentFailure, UserError
 from telescope.sandbox.base import ExecResult
 from telescope.utils.child_guard import kill_group
 from telescope.utils.process import describe_exit
 
 MODEL = "policy"
 """Name of the policy at the endpoint."""
+OUTPUT_SECONDS = 5.0
+"""Time for the output of a program to arrive after its end."""
 COMPACTION = "compaction"
 """Cause of a conversation that begins anew with a shorter history."""
 SUMMARY_REQUEST = (
@@ -317,10 +319,21 @@ class RolloutContext(Chat):
                 *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
                 env={**os.environ, **self.env(), **(env or {})},
             )  # fmt: skip
+            output = asyncio.ensure_future(process.communicate(stdin.encode()))
             try:
-                stdout, stderr = await process.communicate(stdin.encode())
+                while not output.done() and process.returncode is None:
+                    await asyncio.wait({output}, timeout=0.1)
+                kill_group(process.pid)  # a daemon of the program would keep its output open
+                stdout, stderr = await asyncio.wait_for(output, OUTPUT_SECONDS)
+            except TimeoutError:
+                process._transport.close()  # type: ignore[attr-defined]  # its pipes, which would stay open
+                raise EnvironmentFailure(
+                    f"{command[0]} ended, but a process that it started in a session of its own keeps its output open: "
+                    "let that process write to a file"
+                ) from None
             finally:
                 kill_group(process.pid)
+                output.cancel()
         errors = stderr.decode("utf-8", "replace")
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"

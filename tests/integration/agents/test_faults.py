@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -192,6 +193,42 @@ async def test_a_program_of_a_background_task_ends_with_its_rollout(
     for late in (kept[0].run(["true"]), kept[0].sandbox()):
         with pytest.raises(UserError, match="the rollout has ended"):
             await late
+
+
+FORKS = "import os, time\nif os.fork() == 0:\n    {}time.sleep(8)\n    os._exit(0)\nprint('done', flush=True)"
+
+
+async def test_a_child_that_a_program_leaves_behind_ends_with_it(bench: Any) -> None:
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        began = time.monotonic()
+        done = await context.run([sys.executable, "-c", FORKS.format("")])
+        return f"{done.stdout.strip()} {time.monotonic() - began < 6}"
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
+    assert sample.reward.sample_tags["saw"] == "done True"
+
+
+async def test_a_daemon_that_keeps_the_output_of_a_program_open_fails_the_rollout(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telescope.environments.context.OUTPUT_SECONDS", 0.5)
+
+    async def act(context: RolloutContext) -> str:
+        return str(await context.run([sys.executable, "-c", FORKS.format("os.setsid(); ")]))
+
+    sample = await (await bench(Faulty, [], act=act)).run()
+    assert sample.failure_kind == "environment"
+    assert "in a session of its own keeps its output open" in sample.failure_message
+
+
+@pytest.mark.sandbox
+async def test_a_late_command_of_a_sandbox_is_named_without_the_keys_of_its_variables(bench: Any) -> None:
+    async def act(context: RolloutContext) -> str:
+        return str(await (await context.sandbox()).run("sleep 60", env=context.env(), timeout=1))
+
+    sample = await (await bench(Faulty, [], act=act)).run()
+    assert "the command 'sleep 60' did not end within 1 s" in sample.failure_message
 
 
 async def test_a_command_of_the_agent_that_is_late_masks_its_sample_without_a_retry(bench: Any) -> None:
