@@ -293,7 +293,10 @@ class Rollout:
         else:
             return
         if not any(turn.trained for turn in trajectory.turns):
-            raise EnvironmentFailure("its rollout ended without an answer of the policy that could be trained")
+            raise EnvironmentFailure(
+                "its rollout ended without an answer of the policy that could be trained: call `context.generate`, or "
+                "let the agent use `context.base_url` (docs/agents.md)"
+            )
         trajectory.reward = reward
         if trajectory.end_reason == PROMPT_TOO_LONG:  # an agent went on without that turn
             trajectory.end_reason = None
