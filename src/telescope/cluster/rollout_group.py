@@ -158,11 +158,12 @@ def _log_stage(stage: str, doing: str) -> None:
 
 async def _watch(path: Path, log: BinaryIO, seconds: float) -> None:
     """Limits the log's size. Writes to it what blocks the event loop, and after `seconds` all stacks."""
-    blocking = asyncio.create_task(report_blocking())
-    while not blocking.done():
-        faulthandler.dump_traceback_later(seconds, file=log)
-        rotate_log(path, MAX_LOG_BYTES)
-        await asyncio.sleep(1.0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(report_blocking())
+        while True:
+            faulthandler.dump_traceback_later(seconds, file=log)
+            rotate_log(path, MAX_LOG_BYTES)
+            await asyncio.sleep(1.0)
 
 
 def memory_allowance() -> int:

@@ -36,6 +36,7 @@ from telescope.environments.user_code import (
     without_exit,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.utils.process import start_daemon_thread
 
 R = TypeVar("R")
 
@@ -60,7 +61,7 @@ async def report_blocking(until: float = math.inf) -> None:
             if seconds >= until:
                 os._exit(1)  # no deadline ends this, and no exception reaches the event loop
 
-    threading.Thread(target=watch, daemon=True).start()
+    start_daemon_thread(watch, "telescope-blocked-loop")
     try:
         while True:
             is_free.set()

@@ -8,7 +8,7 @@ CODE = """
 import asyncio, time
 from telescope.rollout import user_thread
 
-user_thread.BLOCKED_SECONDS = 0.2
+user_thread.BLOCKED_SECONDS = {blocked}
 
 async def rollout():
     await asyncio.sleep({free})
@@ -31,18 +31,18 @@ def run(tmp_path, **values) -> subprocess.CompletedProcess:
 
 
 def test_a_blocked_event_loop_is_reported_with_its_line_and_the_fix(tmp_path):
-    done = run(tmp_path, free=0, seconds=1, until=20.0)
+    done = run(tmp_path, blocked=0.2, free=0, seconds=1, until=20.0)
     assert done.stdout == "ended\n"
     assert done.stderr.count("mine.py:9 blocks the event loop") == 1
     assert "Use `await asyncio.to_thread(...)`" in done.stderr
 
 
 def test_a_process_whose_event_loop_stays_blocked_exits(tmp_path):
-    done = run(tmp_path, free=0, seconds=60, until=0.6)
+    done = run(tmp_path, blocked=0.2, free=0, seconds=60, until=0.6)
     assert (done.returncode, done.stdout) == (1, "")
     assert "mine.py:9 blocks the event loop" in done.stderr
     assert "Thread 0x" not in done.stderr
 
 
 def test_an_event_loop_that_waits_is_not_reported(tmp_path):
-    assert run(tmp_path, free=1.5, seconds=0, until=20.0).stderr == ""
+    assert run(tmp_path, blocked=1.0, free=2.5, seconds=0, until=20.0).stderr == ""
