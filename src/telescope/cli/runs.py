@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.main import CommandParser
+from telescope.errors import UserError
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
 from telescope.record.run_info import STATUS_WORDS
 from telescope.utils.text import plain, user_path
@@ -34,7 +35,7 @@ def build_parser() -> CommandParser:
         "and last 10 steps (of each half, if fewer than 20), held-out accuracy before and after. A run stopped "
         "unexpectedly if its process exited without writing an end; --json calls it dead.",
     )
-    parser.add_argument("folder", nargs="?", type=user_path, metavar="ROOT", help="as --root; also one run")
+    parser.add_argument("folder", nargs="?", type=user_path, metavar="ROOT", help="folder of the runs, or one run")
     add_root(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     parser.add_argument("--watch", action="store_true", help="show the table anew every 5 seconds, until Ctrl-C")
@@ -72,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_runs(arguments: argparse.Namespace) -> int:
     """Prints the runs once. Returns the exit code."""
+    if arguments.folder and arguments.root:
+        raise UserError(f"Give {arguments.folder} or --root {arguments.root}, not both.")
     root = arguments.folder or arguments.root
     runs = runs_in(root)
     summaries = newest_first(run.summary() for run in runs)

@@ -231,8 +231,8 @@ class RolloutHandle:
                 report: Report = await answer(call, self._name)
         except TimeoutError:
             await self.kill()
-            what = "user code blocks its event loop; the line is in its log"
-            raise WorkerLost(f"{self._name} did not answer for {silence:g} s: {what}") from None
+            what = "user code blocks its event loop"
+            raise WorkerLost(f"{self._name} did not answer for {silence:g} s: {what}{self.log_end()}") from None
         except ActorExited as error:
             raise WorkerLost(f"{self._name} exited{self.log_end()}") from error
         self._group.sandboxes.add(self.index, report.sandboxes)

@@ -52,8 +52,8 @@ def show(value: Any) -> str:
 def unknown_field(name: str, known: Iterable[str], source: str | None, value: Any = None) -> str:
     """Returns the message for an unknown field. It may hold fields, as a section of another framework's file does."""
     where = f" ({source})" if source else ""
-    fix = f"{hint(name, known, value)} Rename or remove it: `telescope config explain` lists all"
-    return f"Unknown configuration field '{name}'{where}.{fix}"
+    fix = "Rename or remove it: `telescope config explain` lists all fields"
+    return f"Unknown configuration field '{name}'{where}.{hint(name, known, value)} {fix}"
 
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:

@@ -88,7 +88,8 @@ class Dataset(ABC):
     def get_sample(self, index: int) -> Sample:
         """Returns the sample at `index`, an equal one in every process and at every call.
 
-        It is a copy, because code of a rollout that appends to its prompt would change the prompts of all others.
+        It is a copy, because code of a rollout that appends to its prompt would change the prompts of all others. The
+        values of `metadata` are not copied.
         """
         sample = copy.copy(self._loaded()[index])
         sample.prompt, sample.metadata = copy.deepcopy(sample.prompt), dict(sample.metadata)

@@ -309,8 +309,9 @@ class RolloutContext(Chat):
     ) -> ExecResult:
         """Runs an agent as a local process. Returns its exit code and output.
 
-        Its environment variables include `env()` and `env`. It is killed with all of its processes when the rollout
-        ends. Run programs that the model writes in a `sandbox` instead.
+        Its environment variables include `env()` and `env`. Its processes are killed when it or the rollout ends. Run
+        programs that the model writes in a `sandbox` instead. Raises `EnvironmentFailure` if a process that left its
+        group keeps its output open.
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
@@ -323,6 +324,7 @@ class RolloutContext(Chat):
             try:
                 while not output.done() and process.returncode is None:
                     await asyncio.wait({output}, timeout=0.1)
+                await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it
                 kill_group(process.pid)  # a daemon of the program would keep its output open
                 stdout, stderr = await asyncio.wait_for(output, OUTPUT_SECONDS)
             except TimeoutError:

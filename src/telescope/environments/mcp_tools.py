@@ -114,7 +114,7 @@ class Server:
         if missing := [name for name in include or () if name not in known]:
             raise UserError(f"The MCP server {self.address!r} has no tool {missing[0]!r}. It has: {', '.join(known)}.")
         names: dict[str, str] = {}  # of the server's names, ours
-        for name in include or known:
+        for name in dict.fromkeys(include or known):
             plain, taken_here = _identifier(name), {*taken, *names.values()}
             tries = (plain, *(f"{_identifier(prefix)}{number}_{plain}" for number in ("", *range(2, 1000))))
             names[name] = next(candidate for candidate in tries if candidate not in taken_here)

@@ -84,9 +84,9 @@ class Discovery:
             module, _, class_name = name.partition(":")
             return Source(name, module, class_name, _file_of(module, f"{self.kind} {name!r}"))
         for root in map(user_path, folders):
-            if (root / name).is_dir():
+            if (root / name).is_dir() and not (root / name / self.file_name).is_file():
                 raise UserError(f"The folder {root / name} has no {self.file_name}: give its file this name.")
-            if (root / self.file_name).is_file():
+            if root.resolve().name == name and (root / self.file_name).is_file():
                 fix = f"Name the folder that contains it: {root.resolve().parent}."
                 raise UserError(f"environments_path names {root}, which is the {self.kind} itself. {fix}")
         raise UserError(self.no_such(name, sorted(sources)))
@@ -360,7 +360,7 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
         cls, kwargs = _with_tools(cls, tools), {**kwargs, "tools": tools}
     refuse_near_misses(kwargs, known_arguments(cls, Environment), f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
-    for method, given in METHODS.items():
+    for method, given in (METHODS | (TURN_METHODS if environment.is_multi_turn else {})).items():
         if hasattr(environment, method):
             refuse_other_parameters(environment, name, method, given)
     scored = STATE if environment.is_multi_turn else COMPLETION
@@ -381,26 +381,27 @@ def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) 
 
 COMPLETION, STATE = ("completion", "sample", 'eos_token=""'), ("state", 'eos_token=""')
 """Parameters of scoring methods of one turn, and of several."""
-METHODS = {
-    "rollout": ("sample", "context"),
+METHODS = {"rollout": ("sample", "context"), "solution": ("sample",), "cheats": ("sample",)}
+TURN_METHODS = {
     "get_initial_prompt": ("sample", "tokenizer=None"),
     "create_initial_state": ("sample",),
     "env_response": ("messages", "state"),
     "is_done": ("state",),
     "get_next_prompt_messages": ("state", "response"),
     "end_rollout": ("state",),
-    "solution": ("sample",),
-    "cheats": ("sample",),
 }
-"""Parameters of the other methods that an environment may define."""
+"""Parameters of the other methods that an environment may define, and those of several turns. One with a default is
+optional: callers may leave it out."""
 
 
 def refuse_other_parameters(owner: Any, name: str, method: str, given: Sequence[str]) -> None:
     """Raises `UserError` if a method does not take what it will be given. `eos_token` is given by name."""
-    named = {each.partition("=")[0]: None for each in given if each.startswith("eos_token")}
+    named = {"eos_token": None} if given[-1].startswith("eos_token") else {}
+    positional = given[: len(given) - len(named)]
     function = getattr(owner, method)
     try:
-        inspect.signature(function).bind(*given[: len(given) - len(named)], **named)
+        for least in (positional, [each for each in positional if "=" not in each]):
+            inspect.signature(function).bind(*least, **named)
     except TypeError as error:
         keyword = "async def" if method == "rollout" or inspect.iscoroutinefunction(function) else "def"
         form = f"{keyword} {method}({', '.join(('self', *given))})"

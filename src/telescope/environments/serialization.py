@@ -29,9 +29,8 @@ def serialize_score(result: Any, for_eval: bool, method: str | None = None) -> d
     method = method or ("compute_eval_metrics" if for_eval else "compute_reward")
     if not isinstance(result, expected):
         fix = "EvalMetricsResult(metrics={...})" if for_eval else "RewardResult(total_reward=...)"
-        raise MalformedResultError(
-            f"{method} returned {_shown(result)}, not a {expected.__name__}: write `return {fix}`"
-        )
+        write = "" if inspect.iscoroutine(result) else f": write `return {fix}`"
+        raise MalformedResultError(f"{method} returned {_shown(result)}, not a {expected.__name__}{write}")
     if isinstance(result, EvalMetricsResult):
         metrics = _numbers(result.metrics, "metrics")
         total = metrics.get("reward")

@@ -214,7 +214,7 @@ def take_steps(steps: Steps[R], wait: Callable[[Awaitable[Any]], Any]) -> R:
             resume = partial(steps.throw, error)
 
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
 _PACKAGE = Path(__file__).parents[1]
 
 MAX_CHARACTERS = 2_000
@@ -222,28 +222,28 @@ MAX_CHARACTERS = 2_000
 
 
 def user_code_line(error: BaseException, folder: Path | None = None) -> str | None:
-    """Returns the `file:line` in user code where the error was raised. None without a traceback or a line in user code.
+    """Returns the `file:line` in user code where the error was raised. None without one or for `MalformedResultError`.
 
     It is the innermost line in `folder`, the environment's folder. If there is none, it is the innermost line outside
     installed libraries and this package, or else the innermost of all.
     """
     if isinstance(error, MalformedResultError):  # our line that rejects a result does not help
         return None
-    return _line_of_person(traceback.extract_tb(error.__traceback__), folder)
+    return _user_line(traceback.extract_tb(error.__traceback__), folder)
 
 
 def running_line(thread: int) -> str | None:
     """Returns the `file:line` of user code that a thread executes. None if it executes no user code."""
     frame = sys._current_frames().get(thread)
-    return _line_of_person(traceback.extract_stack(frame), None, or_any=False) if frame else None
+    return _user_line(traceback.extract_stack(frame), None, or_any=False) if frame else None
 
 
-def _line_of_person(stack: traceback.StackSummary, folder: Path | None, or_any: bool = True) -> str | None:
+def _user_line(stack: traceback.StackSummary, folder: Path | None, *, or_any: bool = True) -> str | None:
     frames = [f for f in stack if not f.filename.startswith("<")]
     in_folder = [f for f in frames if folder is not None and Path(f.filename).is_relative_to(folder)]
     # Shipped environments are in subfolders of this package.
-    of_a_person = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_of_package(Path(f.filename))]
-    chosen = in_folder or of_a_person or (frames if or_any else [])
+    of_users = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_of_package(Path(f.filename))]
+    chosen = in_folder or of_users or (frames if or_any else [])
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
 
 
@@ -282,9 +282,11 @@ def _import_of_own_file(error: ImportError) -> str | None:
     if where is None or not name:
         return None
     folder = Path(where.rpartition(":")[0]).parent
-    if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
+    if (folder / f"{name}.py").is_file() or any((folder / name).glob("*.py")):
         return f"the file beside it is imported with a dot: `from .{name} import ...`"
-    return "files of its folder are imported with a dot: `from .file import ...`" if name == folder.name else None
+    has_files = any(file.name not in ("environment.py", "eval.py") for file in folder.glob("*.py"))
+    is_own = name == folder.name and has_files and not is_installed(name)
+    return "files of its folder are imported with a dot: `from .file import ...`" if is_own else None
 
 
 def needs_stack(error: BaseException) -> bool:

@@ -397,7 +397,7 @@ class Checkpointer:
         )
 
     def _newest(self) -> str:
-        return f"The newest is step_{self.last_step}" if self.last_step else "There is no other"
+        return f"The newest checkpoint is step_{self.last_step}" if self.last_step else "No checkpoint exists yet"
 
     def _announce(self, news: str) -> None:
         self.status.report(news, "checkpoint", "warning", log=logger)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from telescope.config.environments import distinct_names
 from telescope.environments.types import EnvironmentInfo
 from telescope.errors import ConfigError
 from telescope.rollout.trajectory import Trajectory
@@ -24,11 +25,11 @@ def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo
     """Raises ConfigError for `normalize_rewards` without a known reward range. `infos` has one per environment."""
     if not config.normalize_rewards:
         return
-    for entry, info in zip(config.environments, infos, strict=True):
+    for name, info in zip(distinct_names(config.environments), infos, strict=True):
         low, high = info.reward_min, info.reward_max
         if low is None or high is None or high <= low:
             raise ConfigError(
-                f"normalize_rewards is true, but environment {entry.name!r} has no valid reward range (reward_min is "
+                f"normalize_rewards is true, but environment {name!r} has no valid reward range (reward_min is "
                 f"{low}, reward_max is {high}). Set both in its entry of environments, with reward_min below "
                 "reward_max, or set normalize_rewards: false."
             )

@@ -82,10 +82,9 @@ class _TrainingRun:
     async def run(self) -> RunSummary:
         """Runs to the end. Raises the error that ended the run, unless the user stopped it."""
         error: BaseException | None = None
-        directory = self._directory
-        with self._session.open(directory.open_record(console=not self._session.has_view)) as recorder:
+        directory, tell = self._directory, self._status.show
+        with self._session.open(directory.open_record(console=not self._session.has_view, tell=tell)) as recorder:
             directory.trackers.tell = self._status.messages.append
-            directory.alerts.tell = self._status.show
             self._status.record_alerts(directory.alerts.add)
             recorder.now = self._status.now
             keep_code(

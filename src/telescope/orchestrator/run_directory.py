@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -69,8 +69,8 @@ class RunDirectory:
         return cls(path, config, notes, is_resumed=is_resumed)
 
     @contextmanager
-    def open_record(self, *, console: bool) -> Iterator[Recorder]:
-        """Opens the record of this attempt. With `console`, warnings also go to standard error."""
+    def open_record(self, *, console: bool, tell: Callable[[str], None] | None = None) -> Iterator[Recorder]:
+        """Opens the record of this attempt. With `console`, it prints warnings. `tell` is of `Alerts`."""
         config = self.config
         self.recorder = Recorder(
             self.path,
@@ -80,7 +80,7 @@ class RunDirectory:
             block_seconds=config.event_block_duration_seconds,
             block_rollouts=config.rollout_block_size,
         )
-        self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name)
+        self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name, tell)
         with ExitStack() as stack:
             stack.callback(self.recorder.close)
             stack.callback(self.alerts.close)

@@ -202,8 +202,10 @@ async def make_orchestrator(
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, key, entry.weight, info))
     for key, eval_entry in zip(components.keys.evals, config.evals, strict=True):
-        if key not in components.keys.training:
-            row = record_rows.environment_row(key, eval_entry.name, None, components.rollouts.infos[key])
+        # The samples of an eval have its own name, also if it uses the environment of a training entry.
+        own = eval_entry.name if key in components.keys.training else key
+        if own not in components.keys.training:
+            row = record_rows.environment_row(own, eval_entry.name, None, components.rollouts.infos[key])
             directory.recorder.write("environments", row)
     sampler = PromptSampler(
         config.seed,

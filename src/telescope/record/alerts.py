@@ -49,9 +49,16 @@ class Alerts:
 
     The command gets the alert as JSON on standard input and in environment variables. Its output goes to
     `logs/alert_command.log`. The first failure is a warning.
+    `tell` gets the warnings of the log and of the command, so that a run without a terminal prints them.
     """
 
-    def __init__(self, recorder: Recorder, command: Sequence[str] | None = None, run_name: str = "") -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        command: Sequence[str] | None = None,
+        run_name: str = "",
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self._recorder = recorder
         self._command = list(command or ())
         self._run = {"run": run_name, "run_dir": str(recorder.files.run_dir), "attempt": recorder.attempt}
@@ -62,8 +69,7 @@ class Alerts:
         self._lock = threading.Lock()
         self._closed = False
         self._warned: set[str] = set()
-        self.tell: Callable[[str], None] = lambda message: None
-        """Shows a warning that no one else shows: one of the log, or of the command."""
+        self._tell = tell or (lambda message: None)
         self._thread = threading.Thread(target=self._work, name="telescope-alert-command", daemon=True)
         if self._command:
             self._thread.start()
@@ -92,10 +98,12 @@ class Alerts:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._closed = True
+            with self._queue.mutex:
+                waiting = sum(alert is not None for alert in self._queue.queue)
+            is_late = self._process is not None
             if self._process is not None:
                 kill_group(self._process.pid)
-        if self._thread.is_alive():
-            waiting = sum(alert is not None for alert in self._queue.queue)
+        if is_late:
             unsent = f", and {pluralize(waiting, 'alert')} did not reach it" if waiting else ""
             late = f"alert_command was killed {CLOSE_SECONDS:g} s after the run had ended{unsent}"
             self._warn("late", f"{late}: {self._shown}")
@@ -150,7 +158,7 @@ class Alerts:
     def _record(self, row: Mapping[str, Any]) -> None:
         self._recorder.write("alerts", row)
         if row["kind"] == "log":
-            self.tell(row["message"])
+            self._tell(row["message"])
 
 
 def _keep(source: int, path: Path) -> None:

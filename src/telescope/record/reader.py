@@ -372,7 +372,7 @@ def is_run(directory: Path) -> bool:
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
     """Returns the runs in `root`, `SEARCH_DEPTH` levels deep, or `root` if it is one. Raises `UserError` without it.
 
-    A run that links lead to is listed once.
+    A run that links lead to is listed once, by its own name.
     """
     top = Path(root)
     if not top.is_dir():
@@ -382,7 +382,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
             return [Run(top)]
     except PermissionError as error:
         raise UserError(f"{str(root)!r} may not be read: {error}") from None
-    found: dict[Path, Run] = {}
+    found: list[Run] = []
     real_top = top.resolve()
     searched = {real_top}
     level = [top]
@@ -390,25 +390,26 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
         below: list[Path] = []
         for parent in level:
             try:
-                entries = [entry for entry in os.scandir(parent) if entry.is_dir()]
+                folders = sorted(Path(entry.path) for entry in os.scandir(parent) if entry.is_dir())
             except OSError as error:
                 logger.warning("record: %s cannot be searched for runs: %s", parent, error)
                 continue
-            # Links come last: a run has its own name rather than that of a link, such as `latest`.
-            for entry in sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name)):
-                folder = Path(entry.path)
-                real, name = folder.resolve(), folder.relative_to(top)
+            for folder in folders:
+                real = folder.resolve()
+                if real in searched:
+                    continue
+                searched.add(real)
+                if real.is_relative_to(real_top):  # a link such as `latest` does not name a run
+                    folder = top / real.relative_to(real_top)
                 try:
                     if is_run(folder):
-                        if real not in found or real == real_top / name:
-                            found[real] = Run(folder, label=str(name))
-                    elif not folder.name.startswith(".") and real not in searched:
-                        searched.add(real)
+                        found.append(Run(folder, label=str(folder.relative_to(top))))
+                    elif not folder.name.startswith("."):
                         below.append(folder)
                 except (UserError, PermissionError) as error:
                     logger.warning("record: a run is left out. %s", error)
         level = below
-    return list(found.values())
+    return found
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
@@ -426,8 +427,8 @@ def eval_names(
 ) -> Callable[[str | None, int | None], str]:
     """Returns a function that names an eval by its name and number: `a`, or `a#1` if there are several `a`.
 
-    They are in the config, or were measured together: a resumed run may have another number for the same eval. `rows`
-    are those of the table `evals`.
+    A name has several evals if the config lists several, or if several were measured together: a resumed run may have
+    another number for the same eval. `rows` are those of the table `evals`.
     """
     entries = [entry for entry in config.get("evals") or () if isinstance(entry, dict)]
     measured = {tuple(row[name] for name in ("attempt", "version", "source", "name", "number")) for row in rows}

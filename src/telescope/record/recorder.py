@@ -37,7 +37,8 @@ from telescope.record.tables import COLUMN_NAMES, ROLLOUT_TABLES, TABLES, Keep
 logger = logging.getLogger(__name__)
 
 REPORTED = {"is_reported": True}
-"""The `extra` of a log line whose alert is reported separately. Other warnings become alerts by themselves."""
+"""The `extra` of a log line whose alert is reported separately, here by `RunDirectory.record_news`. Other warnings are
+alerts by themselves."""
 
 CHUNK_ROWS = 8_192
 CHUNK_BYTES = 16 * 2**20

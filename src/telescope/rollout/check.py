@@ -149,7 +149,7 @@ class Checks:
         """Returns the trial of the reference solution, or of the first form that is right. Empty without an answer."""
         sample = self.environment.get_sample(item)
         own = self.environment.solution(sample)
-        if isinstance(own, str) or not all(isinstance(text, str) for text in own):
+        if own and not (isinstance(own, list | tuple) and all(isinstance(text, str) for text in own)):
             raise UserError(f"solution() returned {own!r:.200}. Return a list of texts, one per turn.")
         answer = str(sample.answer or "")
         forms = [[form.replace("{}", answer)] for form in self._forms if answer or "{}" not in form]

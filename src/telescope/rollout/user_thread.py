@@ -49,16 +49,20 @@ async def report_blocking(until: float = math.inf) -> None:
     thread, is_free, is_over = threading.get_ident(), threading.Event(), threading.Event()
 
     def watch() -> None:
-        seconds = 0.0
-        while not is_over.is_set():
-            wait = min(BLOCKED_SECONDS, until)
+        seconds, where, wait = 0.0, None, min(BLOCKED_SECONDS, until)
+        while True:
             seconds = 0.0 if is_free.wait(wait) else seconds + wait
             is_free.clear()
+            if is_over.is_set():
+                return
             if seconds == wait and (where := running_line(thread)):
                 fix = "Use `await asyncio.to_thread(...)`, or an async client such as `context.openai()`"
                 print(f"{where} blocks the event loop: all rollouts and the endpoint wait. {fix}.", file=sys.stderr)
                 sys.stderr.flush()
             if seconds >= until:
+                if where is None:
+                    faulthandler.dump_traceback()
+                print(f"The event loop was blocked for {seconds:g} s: this process exits.", file=sys.stderr, flush=True)
                 os._exit(1)  # no deadline ends this, and no exception reaches the event loop
 
     start_daemon_thread(watch, "telescope-blocked-loop")
@@ -66,10 +70,11 @@ async def report_blocking(until: float = math.inf) -> None:
         while True:
             is_free.set()
             if until < math.inf:
-                faulthandler.dump_traceback_later(until + 1.0, exit=True)  # if C code holds the interpreter
+                faulthandler.dump_traceback_later(until + 5.0, exit=True)  # if C code holds the interpreter
             await asyncio.sleep(min(BLOCKED_SECONDS, until) / 4)
     finally:
         is_over.set()
+        is_free.set()
         if until < math.inf:
             faulthandler.cancel_dump_traceback_later()
 

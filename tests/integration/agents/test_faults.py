@@ -195,15 +195,15 @@ async def test_a_program_of_a_background_task_ends_with_its_rollout(
             await late
 
 
-FORKS = "import os, time\nif os.fork() == 0:\n    {}time.sleep(8)\n    os._exit(0)\nprint('done', flush=True)"
+FORKS = "import os, time\nif os.fork() == 0:\n    {}time.sleep({})\n    os._exit(0)\nprint('done', flush=True)"
 
 
 async def test_a_child_that_a_program_leaves_behind_ends_with_it(bench: Any) -> None:
     async def act(context: RolloutContext) -> str:
         await context.generate(HI)
         began = time.monotonic()
-        done = await context.run([sys.executable, "-c", FORKS.format("")])
-        return f"{done.stdout.strip()} {time.monotonic() - began < 6}"
+        done = await context.run([sys.executable, "-c", FORKS.format("", 60)])
+        return f"{done.stdout.strip()} {time.monotonic() - began < 30}"
 
     sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
     assert sample.reward.sample_tags["saw"] == "done True"
@@ -215,7 +215,7 @@ async def test_a_daemon_that_keeps_the_output_of_a_program_open_fails_the_rollou
     monkeypatch.setattr("telescope.environments.context.OUTPUT_SECONDS", 0.5)
 
     async def act(context: RolloutContext) -> str:
-        return str(await context.run([sys.executable, "-c", FORKS.format("os.setsid(); ")]))
+        return str(await context.run([sys.executable, "-c", FORKS.format("os.setsid(); ", 8)]))
 
     sample = await (await bench(Faulty, [], act=act)).run()
     assert sample.failure_kind == "environment"

@@ -37,8 +37,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Alerts]]:
     with Recorder(tmp_path / "run") as recorder:
         started = []
 
-        def make(command: list[str]) -> Alerts:
-            started.append(Alerts(recorder, command, "demo"))
+        def make(command: list[str], tell: Callable[[str], None] | None = None) -> Alerts:
+            started.append(Alerts(recorder, command, "demo", tell))
             return started[-1]
 
         yield make
@@ -121,8 +121,8 @@ def test_the_end_of_a_run_kills_the_command_that_still_runs_and_tells_what_was_n
     tmp_path: Path, out: Path, start: Callable[..., Alerts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts_module, "CLOSE_SECONDS", 0.5)
-    alerts, told = start(program("print(os.getpid(), file=out); time.sleep(600)")), list[str]()
-    alerts.tell = told.append
+    told: list[str] = []
+    alerts = start(program("print(os.getpid(), file=out); time.sleep(600)"), told.append)
     for _ in range(3):
         alerts.add(ROW)
     wait_for(lambda: bool(lines(out)))

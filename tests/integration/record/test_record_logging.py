@@ -112,8 +112,7 @@ def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, mon
 def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tmp_path, installed):
     told: list[str] = []
     with Recorder(tmp_path) as recorder:
-        setup_logging(tmp_path, "driver", recorder, alerts=(alerts := Alerts(recorder)), console=False)
-        alerts.tell = told.append
+        setup_logging(tmp_path, "driver", recorder, alerts=Alerts(recorder, tell=told.append), console=False)
         for number in range(3):
             logger.warning("sample %d is masked", number)
         logger.error("the disk is full")

@@ -45,4 +45,4 @@ def test_a_process_whose_event_loop_stays_blocked_exits(tmp_path):
 
 
 def test_an_event_loop_that_waits_is_not_reported(tmp_path):
-    assert run(tmp_path, blocked=1.0, free=2.5, seconds=0, until=20.0).stderr == ""
+    assert run(tmp_path, blocked=2.0, free=4.5, seconds=0, until=20.0).stderr.count("blocks") == 0

@@ -120,7 +120,9 @@ class AgentCountdownEnvironment(SandboxEnvironment, CountdownEnvironment):
     async def _sandboxed(self, sample: Sample, context: RolloutContext) -> RewardResult:
         sandbox = await context.sandbox()
         await sandbox.write("agent.py", SCRIPT)
-        ended = await sandbox.run(f"python3 -I -S agent.py '{sample.prompt}'", env=context.env(), timeout=30)
+        ended = await sandbox.run(
+            f"python3 -I -S agent.py '{sample.prompt}'", env=context.env(), timeout=context.seconds_left
+        )
         if ended.exit_code:
             raise EnvironmentFailure(f"the agent failed: {ended.stderr[-500:]}")
         return self.compute_reward(ended.stdout, sample)

@@ -168,8 +168,6 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         for number, row in enumerate(rows):
             try:
                 messages, gold = read_row(row, prompts, answer)
-                if len(prompts) > 1 and is_no_choice(gold, row, prompts):
-                    without_choice.append(f"row {number} ({gold!r:.40})")
                 golds = math_problems.read_golds(gold, is_final=is_final)
                 if self.terms.judges:
                     self._criteria_of(row)
@@ -181,6 +179,8 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             sample = math_problems.make_sample(messages, golds if golds or self.terms.needs_answer else [""], row)
             if sample is not None:
                 samples.append(sample)
+                if len(prompts) > 1 and golds and is_no_choice(gold, row, prompts):
+                    without_choice.append(f"row {number} ({gold!r:.40})")
         if 2 * len(unusable) > len(rows):
             raise UserError(
                 f"dataset: {path}: {len(unusable)} of {len(rows)} rows cannot be used, such as {unusable[0]}."
@@ -197,7 +197,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             columns_used += f" Left out without a prompt or an answer: {pluralize(num_empty, 'row')}."
         if without_choice:
             num, first = pluralize(len(without_choice), "row"), without_choice[0]
-            columns_used += f" The answer of {num} is none of the row's choices, such as {first}."
+            columns_used += f" The answer of {num} is none of the row's choices, and kept as it is: {first} is one."
         if unusable:
             columns_used += f" Left out as unusable: {pluralize(len(unusable), 'row')}, such as {unusable[0]}."
         self.notice(f"dataset: {path} has {form}: {pluralize(len(samples), 'item')}, {columns_used}")

@@ -69,9 +69,8 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
 def is_no_choice(gold: Any, row: dict[str, Any], columns: Sequence[str]) -> bool:
     """Returns whether a row has choices, and its gold, as `read_row` returns it, is none of them."""
     lettered = {name: row.get(name) for name in columns if name in LETTERS}
-    values = (lettered, *(value_of(row, name) for name in columns if name not in LETTERS))
-    is_open = gold is None or isinstance(gold, list)
-    return not is_open and any(any(_read_choices(value).values()) for value in values)
+    values = (lettered, *(value_of(row, name) for name in columns if name in CHOICES))
+    return not isinstance(gold, list) and any(any(_read_choices(value).values()) for value in values)
 
 
 def _choice_of(gold: Any, choices: Mapping[str, str]) -> str | None:
