@@ -1,10 +1,10 @@
-"""A unit test gets a minute, unless it has its own `timeout` mark."""
+"""A unit test gets three minutes with its fixtures, on slow machines too, unless it has its own `timeout` mark."""
 
 from pathlib import Path
 
 import pytest
 
-UNIT_TEST_SECONDS = 60
+UNIT_TEST_SECONDS = 180
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

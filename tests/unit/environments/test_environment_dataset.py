@@ -129,7 +129,8 @@ def test_answers_that_are_none_of_the_choices_of_their_row_are_counted(tmp_path)
     rows[5]["choices"] = None
     environment = made(write(tmp_path / "rows.jsonl", rows), reward="exact")
     assert len(environment) == 6, "a row without an answer is left out"
-    assert "The answer of 2 rows is none of the row's choices, such as row 1 ('E')." in environment._notices[0]
+    said = "The answer of 2 rows is none of the row's choices, and kept as it is: row 1 ('E') is one."
+    assert said in environment._notices[0]
 
 
 def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):

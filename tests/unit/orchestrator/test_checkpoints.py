@@ -146,7 +146,7 @@ async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path, sl
     assert saving.folder.steps() == [1]
     (news,) = saving.status.messages
     assert "after step 2 is skipped: it is not complete 600 s after the run was stopped" in news
-    assert news.endswith("The newest is step_1")
+    assert news.endswith("The newest checkpoint is step_1")
 
 
 async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_path):
