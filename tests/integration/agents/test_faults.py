@@ -209,6 +209,16 @@ async def test_a_child_that_a_program_leaves_behind_ends_with_it(bench: Any) -> 
     assert sample.reward.sample_tags["saw"] == "done True"
 
 
+async def test_the_agents_sdk_of_a_program_sends_no_traces(bench: Any) -> None:
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        show = "import os; print(os.environ['OPENAI_AGENTS_DISABLE_TRACING'])"
+        return (await context.run([sys.executable, "-c", show])).stdout.strip()
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
+    assert sample.reward.sample_tags["saw"] == "1"
+
+
 async def test_a_daemon_that_keeps_the_output_of_a_program_open_fails_the_rollout(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
