@@ -322,6 +322,7 @@ class RolloutContext(Chat):
             )  # fmt: skip
             output = asyncio.ensure_future(process.communicate(stdin.encode()))
             try:
+                # Polled, because `process.wait` of Python 3.11 also waits until the pipes are closed.
                 while not output.done() and process.returncode is None:
                     await asyncio.wait({output}, timeout=0.1)
                 await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it

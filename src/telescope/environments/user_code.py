@@ -291,14 +291,8 @@ def _import_of_own_file(error: ImportError) -> str | None:
 
 def needs_stack(error: BaseException) -> bool:
     """Returns whether an error may be a bug of user code. Others are explained by their message."""
-    explained = (
-        UserError
-        | MalformedResultError
-        | InfrastructureError
-        | EnvironmentFailure
-        | ConnectionError
-        | ModuleNotFoundError
-    )
+    failed = InfrastructureError | EnvironmentFailure | ConnectionError
+    explained = UserError | MalformedResultError | ModuleNotFoundError | failed
     return not isinstance(error, explained) and _missing_nltk_data(error) is None
 
 
