@@ -62,8 +62,10 @@ class ErrorBudget:
             f"last with item {alike[-1][0]}"
             for alike in sorted(by_kind.values(), key=len, reverse=True)[:3]
         )
+        num_outcomes = len(outcomes)
+        outcomes.clear()  # otherwise the first failure after a fix would end the resumed run
         raise RunError(
-            f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
+            f"environment {environment!r} failed {len(failures)} of its last {num_outcomes} {what}, more than "
             f"environment_error_budget = {self._max_share:g}. Most common: {common}. Fix the environment, or raise "
             "environment_error_budget or environment_timeout_seconds."
         )

@@ -142,7 +142,8 @@ class Orchestrator:
         """
         if self._has_ended:
             return self._last_state
-        kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
+        # Not `is_finished`: the last sample of a group may be the failure that ended the run.
+        kept = [group for group in self._unsettled.values() if group.finished_at is not None and not group.withdrawn]
         kept_ids = {group.group_id for group in kept}
         return RunState(
             step=self.version,

@@ -15,7 +15,7 @@ from tests.unit.orchestrator.simulation import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
 from telescope.config import TelescopeConfig
-from telescope.errors import EnvironmentFailure
+from telescope.errors import EnvironmentFailure, RunError
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.groups import Batch, Group, form_batch
 from telescope.orchestrator.run_state import RunState
@@ -260,6 +260,34 @@ async def test_masked_samples_are_counted_and_recorded_with_what_failed():
     assert {row["failure_message"] for row in masked} == {"KeyError: 'numbers'"}
     assert run.status.num_masked_samples == len(masked)
     assert run.orchestrator.ledger.dropped["all_masked"] == len(run.recorder.of("groups", reason="all_masked"))
+
+
+async def test_a_run_that_its_error_budget_ended_continues_once_the_environment_works():
+    config = config_of(number_of_steps=6, group_size=1, environment_error_budget=0.1)
+    run = InMemoryRun(config)
+    advance, calls = run.environment.advance, itertools.count()
+
+    async def failing_from_step_2_on(*arguments: Any, **options: Any) -> object:
+        if len(run.trainer.steps) < 2:
+            return await advance(*arguments, **options)
+        raise EnvironmentFailure("the judge is down")
+
+    run.environment.advance = failing_from_step_2_on
+    with pytest.raises(RunError, match="the judge is down"):
+        await run.run()
+    state = RunState.load_state_dict(run.orchestrator.run_state().state_dict())
+    assert all(group.usable_samples for group in state.groups), "a group of failures would be trained"
+    resumed = InMemoryRun(config, start=state)
+    advance = resumed.environment.advance
+
+    async def failing_once(*arguments: Any, **options: Any) -> object:
+        if next(calls) == 1:
+            raise EnvironmentFailure("a page was not found")
+        return await advance(*arguments, **options)
+
+    resumed.environment.advance = failing_once
+    await resumed.run()
+    assert resumed.status.step == 6
 
 
 async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_for():
