@@ -85,6 +85,10 @@ class _Entry:
     header: tuple[Any, ...] | None = None
     in_traceback: bool = False
     size: int = 0
+    has_traceback: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_traceback = _TRACEBACK in self.lines[0]
 
 
 @dataclass
@@ -135,14 +139,14 @@ class LogParser:
             # The first line without indentation names the exception.
             entry.in_traceback = not line.strip() or line[0] == " "
             return True
-        has_traceback = any(_TRACEBACK in known for known in entry.lines)
-        return line[:1] == " " or (has_traceback and (not line.strip() or line.startswith(_CHAINED)))
+        return line[:1] == " " or (entry.has_traceback and (not line.strip() or line.startswith(_CHAINED)))
 
     def _append(self, line: str) -> None:
         assert self._entry is not None
         if self._entry.size < MAX_ENTRY:
             self._entry.lines.append(line)
             self._entry.size += len(line)
+            self._entry.has_traceback |= _TRACEBACK in line
 
 
 def _started(values: dict[str, str | None], process: int | None, now: float) -> _Entry:

@@ -1,6 +1,7 @@
 """Lines of log files become entries, with level, process, place and whole tracebacks."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_tracebacks_are_kept_whole_with_the_exceptions_before_them() -> None:
     assert "KeyError: 'x'\n\nDuring handling" in failed["message"] and failed["message"].endswith("ValueError: no")
     assert stopped["level"] == "INFO"
     assert (crashed["level"], crashed["message"].splitlines()[-1]) == ("ERROR", "MemoryError")
+
+
+def test_a_long_entry_is_not_read_again_for_each_of_its_lines() -> None:
+    class WrittenOnly(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("with the whole entry, 1 MiB of lines would occupy the driver for a minute")
+
+    parser = LogParser()
+    assert not [*parser.feed("2026-11-22T20:21:22.677Z INFO    1 a.b:1 the configuration:", NOW)]
+    assert parser._entry is not None
+    parser._entry.lines = WrittenOnly(parser._entry.lines)
+    assert not [row for line in ("  key: value", "", "  other: value") for row in parser.feed(line, NOW)]
 
 
 @pytest.mark.parametrize(
