@@ -61,7 +61,7 @@ class Alerts:
     ) -> None:
         self._recorder = recorder
         self._command = list(command or ())
-        self._run = {"run": run_name, "run_dir": str(recorder.files.run_dir), "attempt": recorder.attempt}
+        self._run = {"run": run_name, "run_dir": str(recorder.files.run_dir)}
         self._log = recorder.files.log(LOG_NAME)
         self._shown = f"{shlex.join(self._command)}. Its output is in {self._log}"
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
@@ -84,7 +84,7 @@ class Alerts:
         if not self._command:
             return
         try:
-            self._queue.put_nowait({**self._run, **row})
+            self._queue.put_nowait({**self._run, "attempt": self._recorder.attempt, **row})
         except queue.Full:
             self._warn("full", f"{MOST_WAITING} alerts wait for alert_command; more are recorded without it")
 

@@ -67,6 +67,16 @@ def test_the_command_gets_the_alert_as_json_and_in_variables_and_its_output_is_k
     assert RunFiles(tmp_path / "run").log("alert_command").read_text() == "sent\n"
 
 
+def test_the_command_gets_the_attempt_that_a_restart_of_the_trainer_began(tmp_path: Path, out: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        alerts = Alerts(recorder, program("print(json.dumps(alert['attempt']), file=out)"), "demo")
+        alerts.add(ROW)
+        recorder.attempt += 1
+        alerts.add(ROW)
+        alerts.close()
+    assert lines(out) == [1, 2]
+
+
 def test_commands_run_one_after_the_other_and_the_last_alert_is_not_lost(
     out: Path, start: Callable[..., Alerts]
 ) -> None:
