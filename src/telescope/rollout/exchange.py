@@ -78,7 +78,6 @@ class LaneState:
     """Slots in use, by server."""
     num_free: int
     """Free slots on servers that are up."""
-    num_waiting: int = 0
 
 
 @dataclass(slots=True)

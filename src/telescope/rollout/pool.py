@@ -425,10 +425,6 @@ class Lane:
         return sum(self.used)
 
     @property
-    def num_waiting(self) -> int:
-        return sum(worker.lanes[self.name].num_waiting for worker in self.pool.workers if self.name in worker.lanes)
-
-    @property
     def idle_share(self) -> float:
         """Returns the share of running servers without a request, from 0 to 1."""
         used = [number for number, up in zip(self.used, self.up, strict=True) if up]

@@ -82,7 +82,7 @@ class RolloutWorker:
             sample.fold()
         report.running, report.is_stuck = self._news_of_running(), self._environments.is_stuck
         report.lanes = {
-            name: LaneState([server.used for server in slots.servers], slots.num_free, slots.num_waiting)
+            name: LaneState([server.used for server in slots.servers], slots.num_free)
             for name, slots in self.lanes.items()
         }
         return report

@@ -367,7 +367,8 @@ class Simulation:
         if config.max_off_policy_steps >= 0:
             assert max(age for step in self.trainer.ages for age in step) <= config.max_off_policy_steps
         assert self.slots.num_used == 0, self.slots.used
-        assert self.slots.num_waiting == 0
+        lanes = [lane for worker in self.workers for lane in worker.worker.lanes.values()]
+        assert not any(lane.num_waiting for lane in lanes)
         for server in self.servers:
             assert not server.engine.requests, "the engine has no requests left"
         assert not self.environment.items, "the environment keeps no state"
