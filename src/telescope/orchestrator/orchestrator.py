@@ -249,7 +249,8 @@ class Orchestrator:
         self._step_recorder.count_retries(trajectory)
         if group.withdrawn:
             self.status.num_tokens_generated += trajectory.num_sampled_tokens
-            self._step_recorder.cancelled(group, trajectory, MAX_ASYNC, self.version)
+            reason = MAX_ASYNC if group.requeued else TOO_SLOW
+            self._step_recorder.cancelled(group, trajectory, reason, self.version)
             return
         if trajectory.reward is None:
             assert trajectory.failure_kind is not None

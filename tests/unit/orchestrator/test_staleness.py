@@ -98,6 +98,9 @@ def test_a_prompt_is_dropped_as_too_slow_after_two_requeues() -> None:
     assert dropped
     assert {row["num_returns"] for row in dropped} == {2}
     assert max(row["num_returns"] for row in run.recorder.of("groups")) == 2
+    ids = {row["group_id"] for row in dropped}
+    last = [row for row in run.recorder.of("samples") if row["group_id"] in ids and row["sample_id"].endswith("-r2")]
+    assert {(row["status"], row["reason"]) for row in last} == {("cancelled", "too_slow"), ("discarded", "too_slow")}
 
 
 def test_every_token_that_an_engine_sampled_is_on_record_whether_it_was_trained_or_aborted() -> None:
