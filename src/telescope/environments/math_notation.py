@@ -49,6 +49,7 @@ _REWRITTEN = [
         (r">=", r"\\ge "),
         (r"(?<=[\w)\]}])\s*\*\*\s*(?=[\w({-]|\\[A-Za-z({])", "^"),  # Python's power
         (r"\^(-?[0-9]{2,}|-[0-9])", r"^{\1}"),
+        (r"(?<=[0-9])i(?![A-Za-z])", " i"),  # math-verify reads the i of 4i as another letter than that of {4}i
         (r"(?<=[0-9])(?:\\[,;:! ]|~)+(?=[0-9]{3}(?![0-9]))", ""),  # between thousands
         (r"(?<=[0-9])(?:\\[,;:! ]|[\s~])+(?=\\?%)", ""),
     )

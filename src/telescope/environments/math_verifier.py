@@ -30,6 +30,8 @@ from telescope.utils.packages import is_installed
 START_SECONDS = 120.0
 """Time for the child to import SymPy, on a busy machine."""
 MEMORY_BYTES = 2 * 2**30
+TINY, MOST_ROUNDING = 1e-4, 0.01
+"""Of numbers up to `TINY`, relative differences up to `MOST_ROUNDING` are rounding."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.environments.math_verifier import main; "
     "main()"
@@ -44,7 +46,12 @@ def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
     bases = [_IN_BASE.fullmatch(text) for text in (answer, expected)]
     if bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]):
         return False  # math-verify ignores bases
-    return _checker.ask([expected, answer], timeout_seconds) is True
+    if _checker.ask([expected, answer], timeout_seconds) is True:
+        return True
+    numbers = [_PERCENT.sub("", text) for text in (expected, answer)]
+    # math-verify takes 25% for 25, but not 12.5% for 12.5.
+    has_one_sign = (numbers[0] == expected) != (numbers[1] == answer)
+    return has_one_sign and all(numbers) and _checker.ask(numbers, timeout_seconds) is True
 
 
 def read_expression(answer: str, timeout_seconds: float) -> str | None:
@@ -54,6 +61,7 @@ def read_expression(answer: str, timeout_seconds: float) -> str | None:
     return read if isinstance(read, str) else None
 
 
+_PERCENT = re.compile(r"\s*\\?%$")
 _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 
@@ -151,9 +159,21 @@ def main() -> None:
         try:
             first, *others = map(parsed, texts)
             if others:
-                reply = bool(verify(first, others[0], **options))
+                reply = bool(verify(first, others[0], **options)) and not _differ(first[0], others[0][0])
             elif not isinstance(first[0], str):  # parse adds the text itself, which is alone if it was not read
                 reply = str(first[0])
         except Exception:  # SymPy may raise anything on a wrong answer
             reply = None
         connection.send_bytes(json.dumps(reply).encode())
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Returns whether two numbers differ by more than rounding.
+
+    math-verify compares decimals after rounding to six places, and other numbers by their difference, so that all tiny
+    numbers would be equal.
+    """
+    values = [value.doit().evalf() for value in (one, other) if getattr(value, "is_number", False)]
+    if len(values) < 2 or max(map(abs, values)) > TINY:
+        return False
+    return bool(abs(values[0] - values[1]) > MOST_ROUNDING * max(map(abs, values)))

@@ -51,6 +51,7 @@ _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 _CHOICES = re.compile(r"[A-J](?:\s*(?:[,;]|\band\b)?\s*[A-J])+")
 """Several letters of multiple choice: "ACD", "A, C"."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
+_WORDS = re.compile(r"[^\W\d_]{4,}(?: [^\W\d_]+)*")
 _DOTTED_HOUR = re.compile(r"\b([ap])\.m\b\.?")
 _SPACE_AT_SIGN = re.compile(r"\s{0,9}([^\w\s])\s{0,9}")
 _HOUR = re.compile(r"[0-9]\s*([ap])\.?m\b", re.IGNORECASE)
@@ -272,4 +273,6 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
         return False
     texts = [_DOTTED_HOUR.sub(r"\1m", text.casefold()).replace("solutions", "solution") for text in texts]
     texts = [_SPACE_AT_SIGN.sub(r"\1", text) for text in texts]
+    if all(map(_WORDS.fullmatch, texts)):  # math-verify reads the product of their letters, in any order
+        return sorted(texts[0].split()) == sorted(texts[1].split())
     return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)

@@ -109,6 +109,10 @@ x = \frac{-1 \pm i\sqrt{3}}{2} | \frac{-1 + i \sqrt{3}}{2}, \frac{-1 - i \sqrt{3
 \arctan 2 | \tan^{-1}(2) ;; 60\,\% | 60\% ;; 33⅓% | \frac{100}{3}\% ;; 12.5\% | 12\frac12\%
 72。 | 72 ;; 1、2 | 1, 2 ;; A, C, D | ACD ;; ACD | A,C,D ;; C, A | A, C
 \binom{10}{3} = 120 | 120 ;; 5! = 120 | 120 ;; \cos A = \frac{3}{5} | \frac{3}{5} ;; |z| = 5 | 5
+\frac{3}{5}+\frac{4}{5}i | \frac{3+4i}{5} ;; \frac{3-4i}{5} | \frac35-\frac45 i ;; 2i | 2i
+12.5\% | 12.5 ;; 12.5 | 12.5% ;; 33\frac{1}{3}\% | 33\frac13 ;; \frac{1}{2}\% | \frac12 ;; 0.005% | 0.00005
+Carol and Alice | \text{Alice and Carol} ;; \text{all  real numbers} | all real numbers
+6.63 \times 10^{-34} | 6.626 \times 10^{-34} ;; 0.0000001 | 10^{-7} ;; 0.000033 | \frac{1}{30000}
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -134,6 +138,9 @@ x \le 1 \text{ or } x > 3 | (-\infty,1)\cup(3,\infty) ;; 1 < x < 3 | (-\infty,1)
 \frac{3\pm\sqrt7}{2} | \frac{3 \pm \sqrt{5}}{2} ;; \binom{10}{4} | C_{10}^{3} ;; C_{10}^{3} | 120
 66\frac{1}{3}\% | 33\frac{1}{3}\% ;; \frac{1}{3}\% | 33\frac{1}{3}\% ;; A, C | ACD ;; ACD | A, C ;; A, B | B ;; AB | A
 S = \binom{10}{3} | 120 ;; 120 = 5! | 120 ;; \sum_{n=1}^{10} n | 55 ;; x = 5!, x = 2 | 120, 2
+\frac{3}{5}-\frac{4}{5}i | \frac{3+4i}{5} ;; 2i | 2 ;; 125\% | 12.5 ;; 1.25 | 12.5\% ;; \% | 5
+10^{-20} | 6.63 \times 10^{-34} ;; 1.7 \times 10^{-19} | 1.6 \times 10^{-19} ;; 0.0000002 | 0.0000001
+Evelny | Evelyn ;; silent | \text{listen} ;; Mary | army
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
 
