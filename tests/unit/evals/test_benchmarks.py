@@ -144,6 +144,7 @@ def test_own_questions_are_scored_by_their_letter():
     (r"Answer: \text{A} or \text{B}", ""), ("Answer: $A$ or $B$", ""), ("Answer: option A or option B", ""),
     (r"Answer: C, so \boxed{B}", "B"), ("ANSWER: B", "B"), ("Answer: A or B", ""), ("Answer: A, B", ""),
     (r"\boxed{A or B}", ""), ("answer: Because", ""), (r"\boxed{880}", ""), ("Answer: b", ""), ("B", ""), ("", ""),
+    ("Answer: B\nAnswer A is too small.", "B"), ("### Answer\nB", "B"), ("The answer is B, and answer C is not.", "B"),
 ])  # fmt: skip
 def test_the_last_stated_choice_is_the_answer(text, letter):
     assert extract_choice(text) == letter

@@ -32,7 +32,10 @@ _CHOICE = (
     rf"([{LETTERS}])(?![A-Za-z0-9])"
     rf"(?![^\w\n]{{0,4}}(?:[,/&]|or|and)[^\w\n]{{0,4}}{_MARKUP}[{LETTERS}](?![A-Za-z]))"  # two choices are none
 )
-_STATED = re.compile(rf"(?i:answer)\W{{0,12}}(?:is\W{{1,12}})?{_MARKUP}{_CHOICE}")
+_STATED = tuple(
+    re.compile(rf"(?i:answer){mark}\W{{0,12}}{_MARKUP}{_CHOICE}") for mark in (r"\W{0,12}(?:[:\uff1a]|is\b)", "")
+)
+"""A mark comes before none: "Answer: B", then "answer A is wrong"."""
 _BOXED = re.compile(rf"\W{{0,4}}(?:[a-z]+\{{)?\W{{0,4}}{_CHOICE}(?:[).:}}\s].*)?", re.DOTALL)
 
 
@@ -78,7 +81,7 @@ def extract_choice(text: str) -> str:
     boxed = _BOXED.fullmatch(extract_boxed_answer(text))
     if boxed is not None:
         return boxed[1]
-    stated = _STATED.findall(text)
+    stated = next(filter(None, (pattern.findall(text) for pattern in _STATED)), None)
     return stated[-1] if stated else ""
 
 
