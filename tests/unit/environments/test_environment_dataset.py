@@ -397,7 +397,7 @@ def test_functions_with_the_signature_of_trl_are_rewards(tmp_path, monkeypatch, 
 
 def test_weights_multiply_rewards_and_no_metrics(tmp_path, functions, caplog):
     path = write(tmp_path / "rows.jsonl", [TRL])
-    weighted = made(path, reward={"math": 2, f"{functions}:length": -0.5, f"{functions}:right": 1})
+    weighted = made(path, reward={"math": 2, f"{functions}:length": -0.5, f"{functions}:right": "1"})
     metrics = {"correct": 1.0, "format": 1.0, "length": 9.0, "right": 1.0}
     assert reward_of(weighted, r"\boxed{0}") == {"reward": 2 - 4.5 + 1} | metrics
     assert "reward 2 x math + -0.5 x length + right." in caplog.text

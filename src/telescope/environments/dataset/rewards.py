@@ -76,7 +76,7 @@ def read_terms(
         judges="judge" in names,
         runs_tests="code" in names,
         functions={metric: load_function(place, "dataset: the reward") for metric, place in places.items()},
-        weights=dict(zip(metrics, weights, strict=True)),
+        weights=dict(zip(metrics, map(float, weights), strict=True)),  # 1.0 may be in quotation marks
     )
 
 
