@@ -36,6 +36,11 @@ _REWRITTEN = [
         (r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt)(?=\s*\{)", ""),
         (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc|c?tg)|ln|log|lg|exp)\s*\}", r"\\\1 "),
+        (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan"),
+        (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot"),
+        (r"\\lg(?![A-Za-z])", r"\\log"),
+        (r"\\mathrm\s*\{\s*([ei])\s*\}", r" \1"),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (rf"(?<![A-Za-z\\])C_({_INDEX})\s*\^({_INDEX})", r"\\binom{\1}{\2}"),  # the notation of Chinese schools
         (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
