@@ -110,6 +110,8 @@ _LABEL = re.compile(
     re.IGNORECASE,
 )
 """Text that may precede a final answer: "The answer is 72", "Total: 72", "Option B"."""
+_FOR_INTEGERS = re.compile(r"[\s,(]+[A-Za-z]\s*\\in\s*(?:\\mathbb\s*)?\{?[NZ]\}?(?:[_^]\{?[*+]\}?)?\s*\)?$")
+r"""The end of `2k\pi, k \in \mathbb{Z}`, of which math-verify reads no expression."""
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 _MIXED = re.compile(r"([-+]?[0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
@@ -154,7 +156,7 @@ def normalize_answer(text: str) -> str:
     """Returns `to_latex` with numbers written out, and without the unit."""
     if len(text) > MAX_CHARACTERS:
         return text
-    text = to_latex(text)
+    text = _FOR_INTEGERS.sub("", to_latex(text))
     if label := _LABEL.match(text):
         return normalize_answer(text[label.end() :])
     name, equals, value = text.rpartition("=")

@@ -113,6 +113,7 @@ x = \frac{-1 \pm i\sqrt{3}}{2} | \frac{-1 + i \sqrt{3}}{2}, \frac{-1 - i \sqrt{3
 12.5\% | 12.5 ;; 12.5 | 12.5% ;; 33\frac{1}{3}\% | 33\frac13 ;; \frac{1}{2}\% | \frac12 ;; 0.005% | 0.00005
 \operatorname{tg} x | \tan x ;; \operatorname{arctg} 2 | \arctan(2) ;; \ctg x | \cot x ;; \frac{\lg 2}{\lg 3} | \log_3 2
 1 + \lg 2 | \lg 20 ;; \operatorname{ln} 2 + 1 | 1+\ln 2 ;; i + 3 | 3+\mathrm{i} ;; 2 - 3\mathrm{i} | 2-3i ;; e^{2} | \mathrm{e}^2
+x = k\pi + \frac{\pi}{4}, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi ;; 2n+1, n \in \mathbb{N}^* | 2n+1 (n\in\mathbf{N}^{*})
 Carol and Alice | \text{Alice and Carol} ;; \text{all  real numbers} | all real numbers
 6.63 \times 10^{-34} | 6.626 \times 10^{-34} ;; 0.0000001 | 10^{-7} ;; 0.000033 | \frac{1}{30000}
 """
@@ -143,6 +144,7 @@ S = \binom{10}{3} | 120 ;; 120 = 5! | 120 ;; \sum_{n=1}^{10} n | 55 ;; x = 5!, x
 \frac{3}{5}-\frac{4}{5}i | \frac{3+4i}{5} ;; 2i | 2 ;; 125\% | 12.5 ;; 1.25 | 12.5\% ;; \% | 5
 10^{-20} | 6.63 \times 10^{-34} ;; 1.7 \times 10^{-19} | 1.6 \times 10^{-19} ;; 0.0000002 | 0.0000001
 \lg 2 | \ln 2 ;; \operatorname{tg} x | \cot x ;; 3+\mathrm{i} | 3-\mathrm{i} ;; \mathrm{i} | 1 ;; \mathrm{e} | 1
+k\pi + \frac{\pi}{3}, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi, k\in\mathbb{Z} ;; k \in \mathbb{Z} | 5
 Evelny | Evelyn ;; silent | \text{listen} ;; Mary | army
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
