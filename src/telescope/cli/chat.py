@@ -36,7 +36,7 @@ EPILOG = """examples:
   telescope chat Qwen/Qwen2.5-0.5B-Instruct --max-model-len 4096 --prompt "What is 7 * 6?"
 
 Context, chat template, thinking, dtype and sampling of a run's checkpoint are those of the run. Other fields of
-inference are flags too, as for `telescope eval`: --inference_tensor_parallel_size 2, --gpu_memory_utilization 0.5."""
+inference are flags too, as for `telescope eval`: --enable_thinking true, --gpu_memory_utilization 0.5."""
 
 COMMANDS = "/reset begins a new conversation, /exit ends (so does Ctrl-D). Ctrl-C stops an answer."
 

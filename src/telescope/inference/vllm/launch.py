@@ -231,8 +231,8 @@ def _chat_arguments(config: TelescopeConfig, directory: Path) -> list[str]:
         path = directory / "chat_template.jinja"
         path.write_text(config.chat_template, encoding="utf-8")
         arguments += ["--chat-template", str(path)]
-    if config.enable_thinking:
-        arguments += ["--default-chat-template-kwargs", json.dumps({"enable_thinking": True})]
+    # Also when it is off: rollouts always render with the field, and templates such as those of Qwen3 think without it.
+    arguments += ["--default-chat-template-kwargs", json.dumps({"enable_thinking": config.enable_thinking})]
     if config.vllm_tool_call_parser is not None:
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", config.vllm_tool_call_parser]
     if config.vllm_reasoning_parser is not None:
