@@ -1,7 +1,10 @@
 """Every metric that a run records is in docs/metrics.md."""
 
+import re
+from pathlib import Path
+
 import torch
-from tests.documented_metrics import undocumented
+from tests.documented_metrics import DOCUMENT, undocumented
 from tests.unit.orchestrator.fakes import config_of, sample
 from tests.unit.orchestrator.simulation import InMemoryRun
 
@@ -48,3 +51,11 @@ def test_every_gauge_of_this_machine_is_documented() -> None:
     assert undocumented(reading.name for reading in readings) == []
     lines = metrics_text(StepReading(1.0, 1.0, 1, 1, 1)).decode().splitlines()
     assert undocumented(line.split()[0] for line in lines if not line.startswith("#")) == []
+
+
+def test_the_pages_know_every_section_of_step_metrics() -> None:
+    """Sections that the pages do not know are those of a user's backend, and have charts in the first layout."""
+    page = (Path(__file__).parents[3] / "dashboard/src/pages/metrics/tree.ts").read_text()
+    known = re.findall(r'"(\w+)"', "".join(re.findall(r"^(?:const FIRST|  \.\.\.\[).*$", page, re.MULTILINE)))
+    sections = set(re.findall(r"^\| `(\w+)/", DOCUMENT.read_text(), re.MULTILINE))
+    assert {"general", "timing", "evals", *sections} <= set(known)

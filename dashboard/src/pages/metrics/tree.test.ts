@@ -33,6 +33,15 @@ test("the first layout has each sample metric once, by its mean", () => {
   expect(mainSections(names)).toEqual([{ title: "Learning", metrics: ["sample_metrics/a/correct"] }]);
 });
 
+test("the first layout has the sections that a training backend adds", () => {
+  const names = ["entropy", "tokens/trained", "custom/my_metric", "debug/grads/layer_norm"];
+  expect(mainSections(names)).toEqual([
+    { title: "Optimizer", metrics: ["entropy"] },
+    { title: "custom", metrics: ["custom/my_metric"] },
+    { title: "debug", metrics: ["debug/grads/layer_norm"] },
+  ]);
+});
+
 test("a chart's title is the end of a name that tells it from others", () => {
   const titled = (name: string) => Object.values(titleOf(name)).slice(0, 2).join(" · ");
   expect(titled("sample_metrics/calculator_agent/correct")).toBe("correct · calculator_agent");

@@ -29,6 +29,12 @@ function placed(parts: string[]): [string, string, string] {
   return [parts[0]!, parts[1]!, parts.slice(2).join("/")];
 }
 
+/** Sections of the metrics that every run may have (docs/metrics.md). Others are those of a user's training backend. */
+const OWN_TO_TELESCOPE = new Set([
+  ...FIRST,
+  ...["router_replay", "tokens", "clip", "tis", "masked", "environment", "cancelled", "returned", "retried", "lost", "packing", "performance", "weight_sync"],
+]);
+
 const LONGEST_TITLE = 18;
 const STATISTIC = /\/(mean|std|min|max|gini|pct)$/;
 
@@ -97,7 +103,8 @@ export function mainSections(names: string[]): Section[] {
     { title: "Time", metrics: ["timing_step_total", "timing_waiting_for_data", "timing_step_active", "timing_weight_sync_total"] },
   ];
   const there = new Set(names);
-  return wanted
+  const ofBackend = allSections(names.filter((name) => !OWN_TO_TELESCOPE.has(place(name)[0])));
+  return [...wanted, ...ofBackend]
     .map((section) => ({ ...section, metrics: section.metrics.filter((name) => there.has(name)) }))
     .filter((section) => section.metrics.length > 0);
 }
