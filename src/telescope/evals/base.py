@@ -138,9 +138,13 @@ class Eval(Dataset):
 
     def _require_environment(self, method: str) -> SingleTurnEnvironment | MultiTurnEnvironment:
         if self.env is None:
+            fix = (
+                "Create it with get_eval, which creates that"
+                if self.environment_name
+                else f"Define {method}, or set environment_name"
+            )
             raise UserError(
-                f"The eval {self.name!r} defines no {method} and has no environment to take it from. Define it, or set "
-                "environment_name."
+                f"The eval {self.name!r} defines no {method} and has no environment to take it from. {fix}."
             )
         return self.env
 

@@ -16,7 +16,7 @@ from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutSt
 from telescope.environments.local_rollout import Answer, roll_out_item, take_turn
 from telescope.environments.registry import get_environment, make_environment
 from telescope.errors import EnvironmentFailure, UserError
-from telescope.evals import get_eval
+from telescope.evals import Eval, get_eval
 from telescope.rollout.trajectory import Turn
 from telescope.rollout.turns import MultiTurn
 from telescope.rollout.user_thread import UserThread
@@ -342,6 +342,12 @@ def test_unknown_attributes_of_an_eval_are_those_of_its_environment():
         evaluation.topping  # noqa: B018
     with pytest.raises(UserError, match="Did you mean 'instruction_prompt'"):
         get_eval("long_sentences", environments_path=[OUTSIDE], instruction_promt="I")
+
+
+@pytest.mark.parametrize(("name", "fix"), [("countdown", "Create it with get_eval"), (None, "set environment_name")])
+def test_an_eval_without_its_environment_says_what_is_missing(name, fix):
+    with pytest.raises(UserError, match=fix):
+        len(type("Own", (Eval,), {"environment_name": name})())
 
 
 @pytest.mark.parametrize("name", ["math500", "aime_2024", "aime_2025", "gpqa_diamond"])
