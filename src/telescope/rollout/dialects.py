@@ -20,8 +20,19 @@ Body = dict[str, Any]
 
 PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
              "repetition_penalty", "tool_choice", "parallel_tool_calls", "response_format",
-             "chat_template_kwargs")  # fmt: skip
+             "chat_template_kwargs", "reasoning_effort")  # fmt: skip
 """Parameters that are accepted, ignored and counted: the run's are used, and no tool call or format can be forced."""
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logit_bias": ({},), "logits_processors": ([],),
+    "bad_words": ([],), "allowed_token_ids": ([],), "stop_token_ids": ([],), "min_tokens": (0,), "ignore_eos": (False,),
+    "length_penalty": (1,), "include_stop_str_in_output": (False,), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "chat_template": (), "echo": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "truncate_prompt_tokens": (-1,),
+}  # fmt: skip
+"""Parameters of OpenAI and vLLM that would change the completion, with the values that do not. An SDK adds them to any
+API (`extra_body`)."""
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences")
+"""Parameters that bound a completion. Each API has some of them, and would ignore the others."""
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
 
 
@@ -56,6 +67,10 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
 
 def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields of a request that limit tokens or name stop texts."""
+    _accept_only(body, **REFUSED)
+    if other := next((name for name in LIMITS if name not in (*limits, stop) and body.get(name) is not None), None):
+        has = " and ".join((*limits, stop))
+        raise Refusal(f"Unsupported parameter: '{other}' is not supported with this API, which has {has}.", param=other)
     given = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     # `parallel_tool_calls: true` is the default. Not in _CHOICES, because 1 == True.
     sampling = {name: value for name, value in given.items() if value is not True and value not in _CHOICES}
@@ -90,9 +105,8 @@ class ChatCompletions:
 
     def read(self, body: Body) -> Call:
         _accept_only(
-            body, n=(1,), logit_bias=({},), functions=([],), function_call=(), audio=(), modalities=(["text"],),
-            web_search_options=(), top_logprobs=(0,), structured_outputs=(), guided_json=(),
-            guided_regex=(), guided_choice=(), guided_grammar=(), continue_final_message=(False,),
+            body, functions=([],), function_call=(), audio=(), modalities=(["text"],), web_search_options=(),
+            top_logprobs=(0,),
         )  # fmt: skip
         if not isinstance(body.get("stream_options"), dict | None):
             raise Refusal("Invalid type for 'stream_options': expected an object.", param="stream_options")
@@ -146,7 +160,8 @@ class Responses:
             messages += self._kept[previous]
         items = body["input"]
         messages += self._messages_of([{"role": "user", "content": items}] if isinstance(items, str) else items)
-        given = {**body, "response_format": (body.get("text") or {}).get("format")}
+        effort = (body.get("reasoning") or {}).get("effort")
+        given = {**body, "response_format": (body.get("text") or {}).get("format"), "reasoning_effort": effort}
         return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(given, "max_output_tokens"))
 
     def _messages_of(self, items: list[Body]) -> list[ChatMessage]:
@@ -269,7 +284,8 @@ class Messages:
             messages += self._messages_of(message["role"], message["content"])
         if messages and messages[-1]["role"] == "assistant":
             raise Refusal("This model does not support assistant message prefill. End with a user message.")
-        given = {**body, "response_format": (body.get("output_config") or {}).get("format")}
+        config = body.get("output_config") or {}
+        given = {**body, "response_format": config.get("format"), "reasoning_effort": config.get("effort")}
         sampling = sampling_of(given, "max_tokens", stop="stop_sequences")
         return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
 

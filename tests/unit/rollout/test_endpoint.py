@@ -217,6 +217,13 @@ REFUSED = {
     "n": ("chat/completions", {"n": 4}, "'n' does not support 4"),
     "logit_bias": ("chat/completions", {"logit_bias": {"5": 1}}, "'logit_bias'"),
     "form": ("chat/completions", {"guided_json": {"type": "object"}}, "'guided_json'"),
+    "n elsewhere": ("responses", {"n": 2}, "'n' does not support 2"),
+    "bias of messages": ("messages", {"logit_bias": {"5": 1}}, "'logit_bias'"),
+    "grammar of responses": ("responses", {"structured_outputs": {"regex": "a"}}, "'structured_outputs'"),
+    "words": ("chat/completions", {"bad_words": ["no"]}, "'bad_words'"),
+    "minimum": ("chat/completions", {"min_tokens": 5}, "'min_tokens' does not support 5"),
+    "limit of another API": ("responses", {"max_tokens": 5}, "'max_tokens' is not supported with this API"),
+    "stop of another API": ("messages", {"stop": ["a"]}, "which has max_tokens and stop_sequences"),
     "prefix": ("chat/completions", {"continue_final_message": True}, "'continue_final_message'"),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
@@ -261,6 +268,15 @@ async def test_harmless_fields_are_accepted(policy):
         assert (await policy.post(body=body))[0] == 200
     assert [call.tools for call in policy.calls] == [[tool], [], [tool]]
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
+
+
+@pytest.mark.parametrize(("route", "fields"), [
+    ("chat/completions", {"reasoning_effort": "high"}), ("responses", {"reasoning": {"effort": "high"}}),
+    ("messages", {"output_config": {"effort": "high"}}),
+])  # fmt: skip
+async def test_another_reasoning_effort_is_passed_on_to_be_counted(policy, route, fields):
+    assert (await policy.post(route, {"messages": [USER], "input": "Hi", **fields}))[0] == 200
+    assert policy.calls[0].sampling == {"reasoning_effort": "high"}
 
 
 async def test_at_most_one_tool_call_is_not_forced_but_counted(policy):
