@@ -13,8 +13,10 @@ be tried without one. Imports nothing heavy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
@@ -25,12 +27,14 @@ from typing import Any, Protocol
 from telescope.environments.records import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import EnvironmentFailure, UserError
-from telescope.sandbox.base import ExecResult
-from telescope.utils.child_guard import kill_group
-from telescope.utils.process import describe_exit
+from telescope.sandbox.base import MAX_OUTPUT_BYTES, ExecResult, output_text
+from telescope.utils.child_guard import kill_group, kill_marked
+from telescope.utils.process import describe_exit, start_daemon_thread
 
 MODEL = "policy"
 """Name of the policy at the endpoint."""
+PROGRAM_VARIABLE = "TELESCOPE_PROGRAM"
+"""Environment variable that marks the processes of a program."""
 OUTPUT_SECONDS = 5.0
 """Time for the output of a program to arrive after its end."""
 COMPACTION = "compaction"
@@ -309,38 +313,38 @@ class RolloutContext(Chat):
     ) -> ExecResult:
         """Runs an agent as a local process. Returns its exit code and output.
 
-        Its environment variables include `env()` and `env`. Its processes are killed when it or the rollout ends. Run
-        programs that the model writes in a `sandbox` instead. Raises `EnvironmentFailure` if a process that left its
-        group keeps its output open.
+        Its environment variables include `env()` and `env`. Its processes are killed when it or the rollout ends. The
+        middle of an output of more than 1 MiB is left out. Run programs that the model writes in a `sandbox` instead.
+        Raises `EnvironmentFailure` if a process that left its group and its environment keeps its output open.
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
+        mark = secrets.token_hex(8)
         with self._services.held():
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
-                env={**os.environ, **self.env(), **(env or {})},
+                env={**os.environ, **self.env(), **(env or {}), PROGRAM_VARIABLE: mark},
             )  # fmt: skip
-            output = asyncio.ensure_future(process.communicate(stdin.encode()))
+            output = asyncio.ensure_future(_communicate(process, stdin.encode()))
             try:
                 # Polled, because `process.wait` of Python 3.11 also waits until the pipes are closed.
                 while not output.done() and process.returncode is None:
                     await asyncio.wait({output}, timeout=0.1)
                 await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it
-                kill_group(process.pid)  # a daemon of the program would keep its output open
-                stdout, stderr = await asyncio.wait_for(output, OUTPUT_SECONDS)
+                await _kill_program(process.pid, mark)  # a daemon of the program would keep its output open
+                stdout, errors = await asyncio.wait_for(output, OUTPUT_SECONDS)
             except TimeoutError:
                 process._transport.close()  # type: ignore[attr-defined]  # its pipes, which would stay open
                 raise EnvironmentFailure(
-                    f"{command[0]} ended, but a process that it started in a session of its own keeps its output open: "
-                    "let that process write to a file"
+                    f"{command[0]} ended, but a process that it started in a session and with an environment of its "
+                    "own keeps its output open: let that process write to a file"
                 ) from None
             finally:
-                kill_group(process.pid)
                 output.cancel()
-        errors = stderr.decode("utf-8", "replace")
+                await _kill_program(process.pid, mark)
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"
-        return ExecResult(process.returncode or 0, stdout.decode("utf-8", "replace"), errors)
+        return ExecResult(process.returncode or 0, stdout, errors)
 
     async def sandbox(self, image: str | None = None) -> Any:
         """Returns a sandbox from the environment's pool. It is destroyed with the rollout."""
@@ -349,3 +353,32 @@ class RolloutContext(Chat):
     def metric(self, name: str, value: float) -> None:
         """Records a number for this sample, like `sample_metrics` of the reward."""
         self.metrics[name] = float(value)
+
+
+async def _communicate(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[str, str]:
+    """Returns the output of a program like `process.communicate`, but the middle of a long stream is left out."""
+
+    async def write(stream: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):  # the program does not read it
+            stream.write(stdin)
+            await stream.drain()
+        stream.close()
+
+    async def read(stream: asyncio.StreamReader) -> str:
+        total, half, head, tail = 0, MAX_OUTPUT_BYTES // 2, bytearray(), bytearray()
+        while piece := await stream.read(half):
+            room = half - len(head)
+            total, head, tail = total + len(piece), head + piece[:room], (tail + piece[room:])[-half:]
+        return output_text(total, bytes(head + tail))
+
+    assert process.stdin and process.stdout and process.stderr
+    _, stdout, errors = await asyncio.gather(write(process.stdin), read(process.stdout), read(process.stderr))
+    await process.wait()
+    return stdout, errors
+
+
+async def _kill_program(group: int, mark: str) -> None:
+    """Kills a program with its daemons, in a thread, because a machine may have thousands of processes."""
+    kill_group(group)
+    killed = start_daemon_thread(lambda: kill_marked(f"{PROGRAM_VARIABLE}={mark}"), "program end")
+    await asyncio.shield(asyncio.wrap_future(killed))

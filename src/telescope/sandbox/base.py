@@ -93,6 +93,14 @@ class ExecResult:
     stderr: str
 
 
+def output_text(total: int, content: bytes) -> str:
+    """Returns a stream of `total` bytes as text. `content` is all of it, or its two ends, with a note between them."""
+    if left_out := total - len(content):
+        half = len(content) // 2
+        content = content[:half] + f"\n[... {left_out} bytes left out ...]\n".encode() + content[half:]
+    return content.decode(errors="replace")
+
+
 class SandboxProvider(ABC):
     """A service that runs sandboxes. Subclass it, and name the class by its dotted path in `get_provider`."""
 

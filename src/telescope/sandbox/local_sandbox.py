@@ -20,7 +20,7 @@ from pathlib import Path
 
 from telescope.errors import UserError
 from telescope.sandbox import exec_server
-from telescope.sandbox.base import MAX_FILE_BYTES, ExecResult
+from telescope.sandbox.base import MAX_FILE_BYTES, ExecResult, output_text
 from telescope.sandbox.cgroups import Cgroup
 from telescope.sandbox.errors import (
     SandboxCommandTimeoutError,
@@ -192,7 +192,7 @@ class LocalSandbox:
         if any(b"\0" in field for field in fields):
             raise UserError("a command of a sandbox must not have NUL characters")
         code, streams = await self._call(*fields, seconds=seconds + REPLY_SECONDS)
-        output = [_as_text(total, content) for total, content in streams]
+        output = [output_text(total, content) for total, content in streams]
         if code == exec_server.TIMED_OUT:
             raise SandboxCommandTimeoutError(command, seconds, self.name)
         return ExecResult(code, *output)
@@ -206,14 +206,6 @@ class LocalSandbox:
             why = streams[1][1].decode(errors="replace")
             raise SandboxError(f"cannot {kind.decode()} {path!r} in sandbox {self.name!r}: {why}")
         return streams[0][1]
-
-
-def _as_text(total: int, content: bytes) -> str:
-    """Returns a stream as text, with a note where the server left out its middle."""
-    if left_out := total - len(content):
-        half = len(content) // 2
-        content = content[:half] + f"\n[... {left_out} bytes left out ...]\n".encode() + content[half:]
-    return content.decode(errors="replace")
 
 
 def _child(pid: int) -> int:

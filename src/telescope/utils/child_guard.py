@@ -27,6 +27,8 @@ SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
 """Environment variable with the pid of the shim, set in every process of the engine."""
 
 POLL_SECONDS = 0.2
+MAX_SCANS = 100
+"""How often marked processes are searched for. One that is found may have started another meanwhile."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,6 +73,21 @@ def kill_group(group: int) -> None:
     """Sends SIGKILL to every process of the group. A group that is already gone is not an error."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def kill_marked(entry: str) -> None:
+    """Kills every process that was started with `entry` (`NAME=value`) in its environment, whatever its session."""
+    for _ in range(MAX_SCANS):
+        found = False
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                with open(f"/proc/{name}/environ", "rb") as environ:
+                    if entry.encode() not in environ.read().split(b"\0"):
+                        continue
+                os.kill(int(name), signal.SIGKILL)
+                found = True
+        if not found:
+            return
 
 
 def _prepare_command(parent: int, signals: set[int | signal.Signals]) -> None:

@@ -219,17 +219,44 @@ async def test_the_agents_sdk_of_a_program_sends_no_traces(bench: Any) -> None:
     assert sample.reward.sample_tags["saw"] == "1"
 
 
-async def test_a_daemon_that_keeps_the_output_of_a_program_open_fails_the_rollout(
+async def test_a_daemon_that_a_program_leaves_behind_ends_with_it(bench: Any) -> None:
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        done = await context.run([sys.executable, "-c", FORKS.format("print(os.setsid(), os.getpid()); ", 60)])
+        return done.stdout.split()[-1]
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
+    daemon = int(sample.reward.sample_tags["saw"])
+    assert await asyncio.to_thread(has_ended, daemon), "its process lives on"
+
+
+async def test_a_daemon_with_its_own_environment_that_keeps_the_output_open_fails_the_rollout(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telescope.environments.context.OUTPUT_SECONDS", 0.5)
+    leaves = FORKS.format("os.setsid(); os.execve('/bin/sleep', ['sleep', '8'], {}); ", 8)
 
     async def act(context: RolloutContext) -> str:
-        return str(await context.run([sys.executable, "-c", FORKS.format("os.setsid(); ", 8)]))
+        return str(await context.run([sys.executable, "-c", leaves]))
 
     sample = await (await bench(Faulty, [], act=act)).run()
     assert sample.failure_kind == "environment"
-    assert "in a session of its own keeps its output open" in sample.failure_message
+    assert "with an environment of its own keeps its output open" in sample.failure_message
+
+
+async def test_the_middle_of_a_long_output_of_a_program_is_left_out(bench: Any) -> None:
+    code = "import sys; sys.stdin.read(); print('begin' + 'x' * 20_000_000 + 'end'); sys.exit('short')"
+
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        done = await context.run([sys.executable, "-c", code], stdin="y" * 1_000_000)
+        shown = done.stdout
+        return (
+            f"{len(shown) < 2**20 + 100} {shown[:5]} {shown[-4:-1]} {'bytes left out' in shown} {done.stderr.strip()}"
+        )
+
+    sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
+    assert sample.reward.sample_tags["saw"] == "True begin end True short"
 
 
 @pytest.mark.sandbox
