@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from telescope.errors import EnvironmentFailure, InfrastructureError, MalformedResultError, UserError
 from telescope.utils.packages import is_installed
+from telescope.utils.process import Terminated
 
 R = TypeVar("R")
 
@@ -165,7 +166,7 @@ async def without_exit(awaitable: Awaitable[Any]) -> Any:
     """Awaits user code. A `BaseException` that it raises itself, such as an exit, becomes a `RuntimeError`."""
     try:
         return await awaitable
-    except Exception:
+    except (Exception, Terminated):
         raise
     except BaseException as error:
         task = asyncio.current_task()

@@ -174,6 +174,20 @@ def sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP ends the command, with this exit code.
+
+    No `SystemExit`, which would become an error of the user code that the signal interrupts.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise Terminated(128 + number)
+
+
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
     """Runs `command` and exits with its code. An exception prints a traceback and exits with code 1.
 
@@ -188,7 +202,7 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
     code = 1
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, lambda received, _: sys.exit(128 + received))
+            signal.signal(number, _terminate)
 
     def leave() -> None:
         if "ray" in sys.modules:
@@ -201,5 +215,8 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
 
     # Handlers run in reverse order of registration: this one is registered first and runs last.
     atexit.register(leave)
-    code = command()
+    try:
+        code = command()
+    except Terminated as terminated:
+        code = terminated.code
     sys.exit(code)

@@ -70,6 +70,29 @@ run_and_exit(command)
     assert not folder.exists()
 
 
+def test_a_signal_ends_a_command_whose_user_code_blocks_the_event_loop():
+    script = """
+import asyncio, time
+from telescope.environments.user_code import contain_exits, within, without_exit
+from telescope.utils.process import run_and_exit
+async def rollout():
+    print("blocked", flush=True)
+    time.sleep(60)
+async def check():
+    contain_exits(asyncio.get_running_loop())
+    try:
+        await asyncio.gather(within(60, without_exit(rollout())))
+    except Exception as error:
+        print(error)
+run_and_exit(lambda: asyncio.run(check()))
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout.readline() == "blocked\n"
+        process.send_signal(signal.SIGTERM)
+        assert (process.stdout.read(), process.wait(timeout=60)) == ("", 143)
+
+
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the process of the tests does with it
