@@ -90,6 +90,7 @@ class AgentRollout:
         COMPLETE.set(self._judge)
         await _import_sdks(type(environment))
         self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop)
+        rollout.trajectory.agent_started_at = time.time()
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
         except DeadlinePassed:

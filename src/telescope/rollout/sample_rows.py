@@ -120,9 +120,10 @@ def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
 def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns a sample's spans: per turn the generation, and the environment's reply with its tool calls.
 
-    While other calls of the sample run there is no reply. The reply to the last turn is the reward. Durations of tool
-    calls are measured, but not their starts: the calls of a turn are placed one after the other, or all at the start of
-    the reply if they took longer than it in total.
+    What an agent does before its first call precedes the first turn. While other calls of the sample run there is no
+    reply. The reply to the last turn is the reward. Durations of tool calls are measured, but not their starts: the
+    calls of a turn are placed one after the other, or all at the start of the reply if they took longer than it in
+    total.
     """
     rows = []
     # Turns are sorted by their end: the next request is the earliest start among the later turns.
@@ -130,6 +131,9 @@ def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     for index, (turn, replied_at) in enumerate(zip(sample.turns, starts, strict=False)):
         is_last = index == len(sample.turns) - 1
         intervals: list[Interval] = [("generate", turn.started_at, turn.ended_at, {})]
+        if not rows and sample.agent_started_at is not None:
+            first_at = min(each.started_at for each in sample.turns)
+            intervals.insert(0, ("environment", sample.agent_started_at, first_at, {}))
         if replied_at > turn.ended_at:
             intervals += [("reward" if is_last else "environment", turn.ended_at, replied_at, {})]
             intervals += _tool_intervals(turn, replied_at)

@@ -128,6 +128,8 @@ class Trajectory:
     server_index: int = -1
     slot: int = -1
     started_at: float = 0.0
+    agent_started_at: float | None = None
+    """When its environment's own `rollout` began."""
     generated_at: float = 0.0
     finished_at: float = 0.0
 

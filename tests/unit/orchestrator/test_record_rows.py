@@ -201,6 +201,16 @@ def test_an_environment_has_no_span_while_another_call_of_the_sample_runs() -> N
     assert others == [("environment", 12.0, 12.5), ("environment", 14.0, 14.25), ("reward", 15.0, 15.5)]
 
 
+def test_what_an_agent_does_before_its_first_call_is_a_span_of_the_environment() -> None:
+    made = agent_sample()
+    made.agent_started_at = 3.0
+    (first, second, *_) = sample_rows.sample_span_rows(made)
+    earliest = min(turn.started_at for turn in made.turns)
+    assert (first["name"], first["start"], first["end"], first["attributes"]["turn"]) == (
+        "environment", 3.0, earliest, "0")  # fmt: skip
+    assert second["name"] == "generate"
+
+
 def test_the_result_of_a_call_is_the_message_in_the_conversation_that_goes_on_with_it() -> None:
     (row,) = sample_rows.tool_call_rows(agent_sample())
     assert (row["turn"], row["reply"], row["result"]) == (0, 5, "4")
