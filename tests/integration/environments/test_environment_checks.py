@@ -124,6 +124,19 @@ def test_a_rewarded_cheat_fails_the_check_with_the_answer_that_earned_it(capsys,
     assert "prompt echoed" in out and "prompt echoed" not in err
 
 
+def test_a_gold_that_ends_the_solution_is_no_cheat(capsys, tmp_path):
+    source = f"""{BODY}
+    def solution(self, sample):
+        return ["I add.", sample.answer]
+    async def rollout(self, sample, context):
+        first = await context.generate([{{"role": "user", "content": "Go."}}])
+        last = await context.generate([{{"role": "user", "content": first.text}}])
+        return RewardResult(float(last.text == sample.answer))
+"""
+    code, out, err = check(capsys, "own", *write(tmp_path, source))
+    assert code == 0 and "gold pasted" not in out, out + err
+
+
 def test_a_solution_that_earns_too_little_fails_the_check_and_may_be_given(capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "6 * 7?", "answer": "42"}))
     kwargs = {"path": str(tmp_path / "rows.jsonl"), "reward": "regex", "pattern": "Final: (.*)"}
