@@ -5,11 +5,14 @@ import asyncio
 import shlex
 import sys
 import uuid
+from pathlib import Path
+from typing import Any
 
 from telescope.cli.main import CommandParser
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
 from telescope.errors import UserError
+from telescope.orchestrator.conversion import config_of_run
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, SandboxHandle, get_provider
 from telescope.sandbox.base import PROVIDERS, provider_class
 from telescope.sandbox.ledger import reap
@@ -67,7 +70,8 @@ def run_reap(arguments: argparse.Namespace) -> int:
             if arguments.run:
                 raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
             continue
-        destroyed = asyncio.run(reap(run.files.run_dir, {name: {} for name in arguments.provider}, problems.append))
+        providers = {name: dict[str, Any]() for name in arguments.provider} | _provider_kwargs(run.files.run_dir)
+        destroyed = asyncio.run(reap(run.files.run_dir, providers, problems.append))
         total += len(destroyed)
         if destroyed:
             print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed: {', '.join(destroyed)}"))
@@ -76,6 +80,13 @@ def run_reap(arguments: argparse.Namespace) -> int:
     if not total and not problems:
         print("No sandboxes were left.")
     return int(bool(problems))
+
+
+def _provider_kwargs(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Returns the `provider_kwargs` of a run's environments by provider. They may contain its key."""
+    config = config_of_run(run_dir)
+    given = [entry.get("kwargs") or {} for entry in (*(config.get("environments") or ()), *(config.get("evals") or ()))]
+    return {str(kwargs.get("provider")): kwargs["provider_kwargs"] for kwargs in given if kwargs.get("provider_kwargs")}
 
 
 async def run_shell(arguments: argparse.Namespace) -> int:

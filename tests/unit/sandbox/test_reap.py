@@ -1,6 +1,7 @@
 """Runs, and `telescope sandbox reap` after killed ones, destroy the sandboxes that are left."""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,17 @@ def test_the_command_destroys_and_names_what_a_killed_run_left(run: SandboxLedge
     assert not Service.alive and "1 sandboxes destroyed: service noted" in capsys.readouterr().out
     assert main(["sandbox", "reap", str(run.path.parent)]) == 0
     assert capsys.readouterr().out == "No sandboxes were left.\n"
+
+
+def test_the_command_takes_the_arguments_of_a_provider_from_the_configuration_of_the_run(run: SandboxLedger):
+    run.opened(KeyedService("k"), SandboxHandle("keyed"))
+    Service.alive.add("keyed")
+    Service.labels["keyed"] = run.run
+    kwargs = {"provider": f"{__name__}.KeyedService", "provider_kwargs": {"key": "k"}}
+    config = {"environments": [{"name": "mine", "kwargs": kwargs}, {"name": "plain"}], "evals": None}
+    (run.path.parent / "config.yaml").write_text(json.dumps(config))
+    assert main(["sandbox", "reap", str(run.path.parent)]) == 0
+    assert not Service.alive
 
 
 def test_a_provider_that_fails_is_named_and_the_command_fails(
