@@ -125,7 +125,7 @@ def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     calls of a turn are placed one after the other, or all at the start of the reply if they took longer than it in
     total.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     # Turns are sorted by their end: the next request is the earliest start among the later turns.
     starts = [sample.finished_at, *accumulate((turn.started_at for turn in sample.turns[:0:-1]), min)][::-1]
     for index, (turn, replied_at) in enumerate(zip(sample.turns, starts, strict=False)):
