@@ -20,8 +20,8 @@ CONVERSATIONS = (
 """What a template is tried with: one that accepts either is accepted."""
 
 NO_TEMPLATE = (
-    "has no chat template, as is usual for base models. Set chat_template to a Jinja2 template, or choose an instruct "
-    "model"
+    "has no chat template, as is usual for base models. Set chat_template to a Jinja2 template or a file with "
+    "one, or choose an instruct model"
 )
 
 

@@ -19,7 +19,7 @@ from tests.model_folder import (
     write_safetensors,
 )
 
-from telescope.config import TelescopeConfig
+from telescope.config import TelescopeConfig, load_config
 from telescope.config.model_files import inspect_model
 from telescope.config.model_shape import known_shape
 from telescope.config.model_source import is_downloaded, is_local_path, read_meta_files
@@ -328,6 +328,27 @@ def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(t
     message = error_of(folder)
     assert f"has model_type {json.dumps(values['model_type'])}" in message
     assert "no causal language model. Choose a model that generates text" in message
+
+
+def test_a_chat_template_may_be_a_file_whose_content_the_run_keeps(tmp_path):
+    (file := tmp_path / "chat.jinja").write_text(TEMPLATE)
+    loaded = config(write_model(tmp_path / "m", without="chat_template.jinja"), chat_template=str(file))
+    file.unlink()
+    assert TelescopeConfig.from_json(loaded.to_json()).chat_template == TEMPLATE
+    assert inspect_model(loaded).unchecked is None
+
+
+@pytest.mark.parametrize(("content", "problem"), [
+    (None, "it is no Jinja2 template, and no such file can be read (No such file or directory)"),
+    ("user:", "that file has no Jinja2 template"),
+])  # fmt: skip
+def test_a_chat_template_that_is_neither_text_nor_a_file_is_refused(tmp_path, content, problem):
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, ["--environments", "[{name: countdown}]", "--chat_template", str(file)], {})
+    assert problem in str(raised.value)
 
 
 def test_an_adapter_is_refused_with_its_base(tmp_path):

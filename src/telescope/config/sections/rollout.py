@@ -1,12 +1,27 @@
 """Inference servers, tracing, the orchestrator's loops, sampling and packing."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from telescope.config.base import MAX_STEPS, Count, Dtype, Seconds, Section, Steps, Text, Tokens
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _read_template(text: str) -> str:
+    """Returns the template in the file that `text` names. A text with a brace is a template itself."""
+    if "{" in text:
+        return text
+    try:
+        template = Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"it is no Jinja2 template, and no such file can be read ({problem}); name a file") from None
+    if "{" not in template:
+        raise ValueError("that file has no Jinja2 template, which has {{ ... }} or {% ... %}; name another one")
+    return template
 
 
 class InferenceSection(Section, title="Inference Server"):
@@ -43,9 +58,9 @@ class InferenceSection(Section, title="Inference Server"):
     faster and generates slower."""
     enable_thinking: bool = False
     """Pass enable_thinking=True to apply_chat_template() for models with native thinking support."""
-    chat_template: Text | None = None
-    """Jinja2 chat template string to override the tokenizer's built-in template. Required for base models that
-    don't include a chat template in their tokenizer."""
+    chat_template: Annotated[Text, AfterValidator(_read_template)] | None = None
+    """Jinja2 chat template, or the path of a file with one, in place of the tokenizer's. Required for base models whose
+    tokenizer has none. A file is read once: `config.yaml` of the run has its content."""
     vllm_tool_call_parser: Text | None = None
     """vLLM's tool-call parser of the OpenAI-compatible API, such as `hermes`. Null: none. Rollouts do not go through
     it: `ToolEnvironment` reads the calls."""
