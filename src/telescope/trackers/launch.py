@@ -60,7 +60,12 @@ class TrackerProcess:
         """How W&B is used: `online`, `offline` or `disabled`."""
         self.names = ["wandb"] if evals else list(config.tracker_names)
         """Names of the trackers in use."""
-        if "wandb" in self.names and not self._choose_mode():
+        asked, off = "use_wandb is true", "set use_wandb to false"
+        if evals:
+            asked, off = "wandb_run_path is set", "leave it out"
+        elif config.trackers is not None:
+            asked, off = "trackers has wandb", "remove it there"
+        if "wandb" in self.names and not self._choose_mode(asked, off):
             self.names.remove("wandb")
         self._titles = ", ".join(TITLES[name] for name in self.names)
         if not self.names:
@@ -103,17 +108,16 @@ class TrackerProcess:
             self._warn(f"{self._titles} did not finish in {timeout:g} s and was ended.{sync}")
             kill_group(self._process.pid)
 
-    def _choose_mode(self) -> bool:
-        """Returns whether W&B is used, and sets `mode` and `notice`."""
+    def _choose_mode(self, asked: str, off: str) -> bool:
+        """Returns whether W&B is used, and sets `mode` and `notice`. `asked` and `off` say why, and how to avoid it."""
         mode = wandb_mode(os.environ)
         if mode != "disabled" and not is_installed("wandb"):
-            fix = "W&B is not installed: pip install wandb, or set use_wandb to false."
-            self._notify(logging.WARNING, f"use_wandb is true, but {fix}")
+            self._notify(logging.WARNING, f"{asked}, but W&B is not installed: pip install wandb, or {off}.")
             return False
         self.mode = mode
         if mode == "offline" and not os.environ.get("WANDB_MODE"):
-            fix = "Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false."
-            problem = "use_wandb is true, but there are no W&B credentials"
+            fix = f"Run `wandb login` and then `wandb sync` to upload it, or {off}."
+            problem = f"{asked}, but there are no W&B credentials"
             self._notify(logging.INFO, f"{problem}: the run is recorded offline in {self._files.wandb}. {fix}")
         return mode != "disabled"
 

@@ -81,6 +81,9 @@ def test_a_standalone_evaluation_goes_to_the_run_that_it_names(tmp_path):
     evals = {"record": str(tmp_path / "run"), "evals": {ids[0]: "math500#0"}}
     trackers = TrackerProcess(config_of(use_wandb=False), tmp_path, {**named, **evals})
     trackers.close()
+    assert trackers.notice is not None
+    assert trackers.notice.startswith("wandb_run_path is set, but there are no W&B credentials")
+    assert trackers.notice.endswith("or leave it out.")
     (path,) = tmp_path.glob("wandb/offline-run-*/run-abc123.wandb")
     assert b"me" in path.read_bytes()
     (row,) = offline_values(tmp_path)
