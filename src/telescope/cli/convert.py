@@ -47,6 +47,8 @@ def build_parser() -> CommandParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts the given checkpoints. Returns the exit code. Raises `UserError` before anything is written."""
+    if arguments.private and not arguments.push_to_hub:
+        raise UserError("--private is for --push-to-hub NAME, which uploads the model. Add it, or leave --private out")
     from telescope.trainer.hf_folder import parse_size
 
     max_shard_bytes = parse_size(arguments.max_shard_size)

@@ -71,6 +71,7 @@ def test_every_command_has_help(command, capsys):
     (["envs", "try", "wordle", "--items", "two"], "--items: invalid int value: 'two'"),
     (["envs", "check", "wordle", "--samples", "-1"], "--samples: it is -1; set it to 1 or more"),
     (["compact"], "the following arguments are required: RUN. `telescope compact --help` explains it"),
+    (["convert", "runs/a", "--private"], "--private is for --push-to-hub NAME"),
     (["--verison"], "Did you mean --version?"),
 ])  # fmt: skip
 def test_a_usage_error_names_the_fix(argv, words, capsys):
