@@ -34,7 +34,7 @@ from telescope.utils.text import pluralize
 if TYPE_CHECKING:
     from telescope.orchestrator.checkpoints import Checkpoint
 
-LONGEST_VALUE = 60  # characters of a default in the table of fields; values of the user are shown in full
+LONGEST_VALUE, LONGEST_CHOSEN = 60, 1000  # characters in the table of fields: a default, and a value of the user
 MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
@@ -137,8 +137,9 @@ def _print_config(loaded: LoadedConfig, console: Console, *, all_fields: bool) -
         for name in names:
             chosen = name in config.user_set
             text = yaml_text(values[name])
-            if len(text) > LONGEST_VALUE and not chosen:
-                text = f"{text[: LONGEST_VALUE - 3]}..."
+            longest = LONGEST_CHOSEN if chosen else LONGEST_VALUE
+            if len(text) > longest:
+                text = f"{text[: longest - 3]}..."
             mark = Text("* " if chosen else "  ", style="green")
             style = "green" if chosen else ""
             # Without the file's path.

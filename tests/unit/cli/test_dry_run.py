@@ -50,6 +50,11 @@ def test_problems_of_data_model_and_machine_are_reported_together(dry_run, chang
     assert "nothing was started" not in printed
 
 
+def test_a_long_chat_template_is_not_shown_in_full(dry_run):
+    printed, _ = dry_run(**HERE, chat_template="{{ messages[-1].content }}" + "x" * 5000)
+    assert 800 < printed.count("x") < 1100
+
+
 def test_a_dry_run_shows_what_differs_from_the_defaults(dry_run):
     printed, _ = dry_run(**HERE, seq_len=64, max_tokens=32, eval_num_servers=1, evals="[{name: countdown}]")
     rows = [line.split()[-1] for line in printed.splitlines() if line.startswith(("* ", "  ")) and "learning" in line]
