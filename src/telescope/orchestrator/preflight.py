@@ -402,12 +402,14 @@ def check_writable(field: str, folder: Path, variable: str) -> str:
 
 
 def check_ports(config: TelescopeConfig) -> str:
-    """Checks that the servers' ports are free on this machine."""
+    """Checks that the servers' ports are free on this machine, or that a run would choose others (`fit_to_machine`)."""
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
-    count = config.num_inference_servers
+    base, count = config.inference_base_port, config.num_inference_servers
+    if "inference_base_port" not in config.user_set and (free := free_block(host, count, base)) not in (None, base):
+        return f"{base} is in use; a run takes {free}"
     for server in range(count):
-        require_port(host, config.inference_base_port + server, server=server, num_servers=count)
-    return f"{config.inference_base_port} is free"
+        require_port(host, base + server, server=server, num_servers=count)
+    return f"{base} is free"
 
 
 def check_prometheus_address(config: TelescopeConfig) -> None:
