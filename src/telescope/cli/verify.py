@@ -20,6 +20,7 @@ from rich.text import Text
 
 from telescope.cli.main import EXIT_FAILED, CommandParser, file_to_write, make_console
 from telescope.config import LoadedConfig, load_config
+from telescope.errors import UserError
 from telescope.tui.live import phases
 from telescope.utils.data import to_json_value
 from telescope.utils.text import user_path
@@ -68,6 +69,8 @@ def build_parser() -> CommandParser:
 
 def run(own: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    if own.template and own.json is not None:
+        raise UserError("--json writes the results of checks, and --template makes none. Leave one of them out")
     loaded = _load(own.config, own.fields)
     if own.template:
         from telescope.cli.verify_template import print_template

@@ -71,6 +71,7 @@ def test_every_command_has_help(command, capsys):
     (["envs", "try", "wordle", "--items", "two"], "--items: invalid int value: 'two'"),
     (["envs", "check", "wordle", "--samples", "-1"], "--samples: it is -1; set it to 1 or more"),
     (["compact"], "the following arguments are required: RUN. `telescope compact --help` explains it"),
+    (["verify", "--template", "--json", "v.json"], "--template makes none. Leave one of them out"),
     (["convert", "runs/a", "--private"], "--private is for --push-to-hub NAME"),
     (["--verison"], "Did you mean --version?"),
 ])  # fmt: skip
