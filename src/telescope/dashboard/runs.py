@@ -136,7 +136,7 @@ def health_of(store: RunStore) -> dict[str, Any]:
     info, status = store.run.info, store.run.status
     _, read, metrics = store.steps()
     started, ended = read["started_at"], read["ended_at"]
-    history = History(_columns(metrics), read["step"], eval_points(store))
+    history = History(_columns(metrics), read["step"], eval_points(store), config_of(store.run)[0])
     found = rules.findings(history)
     live, num_steps = status == "live", info.num_steps if info else None
     progress = verdict.progress(read["step"], started, ended, num_steps, live)

@@ -9,8 +9,8 @@ The limits are wide, because people ignore alerts that are often wrong.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from telescope.utils.text import free_space, listed
 
@@ -77,6 +77,8 @@ class History:
     columns: Columns
     steps: Sequence[int]
     evals: Sequence[EvalPoint] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the run, on which advice depends. Empty if they are not known."""
 
     def last(self, metric: str, window: int = WINDOW, skip: int = 0) -> list[float]:
         """Returns the finite values of `window` steps, which end `skip` steps before the last step."""
@@ -341,7 +343,8 @@ def waiting(history: History) -> Finding | None:
         return None
     found = Finding(
         "waiting", "needs more servers", f"The trainer waits {100 * waits:.0f} % of the time for answers.",
-        "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.", tuple(WAIT.split(" / ")),
+        f"Raise inference_num_workers or max_async_rollout{_or_lower(history, 'trainer_num_workers')}.",
+        tuple(WAIT.split(" / ")),
     )  # fmt: skip
     share = history.mean(NO_SIGNAL) or 0.0
     if share < 40:
@@ -357,8 +360,14 @@ def idle(history: History) -> Finding | None:
         return None
     return Finding(
         "idle", "trainer too slow", f"The inference servers have no request {100 * idles:.0f} % of the time.",
-        "Raise max_async_rollout or trainer_num_workers, or lower inference_num_workers.", tuple(IDLE.split(" / ")),
+        f"Raise max_async_rollout or trainer_num_workers{_or_lower(history, 'inference_num_workers')}.",
+        tuple(IDLE.split(" / ")),
     )  # fmt: skip
+
+
+def _or_lower(history: History, field: str) -> str:
+    """Returns the advice to lower a number of processes, unless there is only one."""
+    return "" if history.config.get(field) == 1 else f", or lower {field}"
 
 
 BOTH_WAIT = 1.25

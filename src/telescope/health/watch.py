@@ -8,6 +8,7 @@ per step.
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from telescope.health import rules
 from telescope.health.rules import EvalPoint, Finding, History
@@ -18,9 +19,10 @@ DISK_SILENT_SECONDS = 3600.0
 
 
 class Watch:
-    """Watches one run. Not thread-safe. Memory: 8 numbers per step and metric that a rule reads."""
+    """Watches one run with a `config`. Not thread-safe. Memory: 8 numbers per step and metric that a rule reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self._config = config or {}
         self._steps: list[int] = []
         self._seconds: list[float] = []
         self._columns: dict[str, list[float | None]] = {name: [] for name in rules.READ}
@@ -32,7 +34,7 @@ class Watch:
 
     @property
     def history(self) -> History:
-        return History(self._columns, self._steps, self._evals)
+        return History(self._columns, self._steps, self._evals, self._config)
 
     def resume(self, steps: Iterable[tuple[int, Mapping[str, float]]], evals: Iterable[EvalPoint]) -> None:
         """Loads the steps and evals of earlier attempts. What they had reported is not reported again."""

@@ -18,6 +18,7 @@ from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
+from telescope.health.watch import Watch
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder, refuse_damage
 from telescope.orchestrator.collectors import collect, sources_of
 from telescope.orchestrator.evaluation import Evaluation
@@ -66,7 +67,10 @@ class _TrainingRun:
             refuse_damage(self._resumed.path, self._resumed.meta)
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._checkpoints = CheckpointFolder.for_run(config, self._directory.path)
-        self._status = RunStatus(config.wandb_run_name, config.number_of_steps, run_dir=str(self._directory.path))
+        self._status = RunStatus(
+            config.wandb_run_name, config.number_of_steps, run_dir=str(self._directory.path),
+            health=Watch(config.values),
+        )  # fmt: skip
         if self._resumed is not None:
             self._status.step = self._resumed.step
         for note in notes:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 from tests.unit.health.series import IDLE, SECONDS, WAIT, history, ordinary
@@ -169,3 +170,15 @@ def test_a_disk_is_nearly_full_by_share_and_bytes(free, total, level):
 def test_a_small_disk_is_described_in_mib():
     found = rules.disk(12.5 * 2**20, 64 * 2**20, "runs/demo")
     assert found and found.text == "The disk of runs/demo has 12.5 of 64 MiB left."
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({WAIT: [6.2] * 10}, "trainer_num_workers"), ({IDLE: [6.0] * 10}, "inference_num_workers"),
+])  # fmt: skip
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_the_only_process_of_a_kind_is_not_to_be_removed(
+    changes: dict[str, list[float | None]], field: str, number: int | None
+) -> None:
+    seen = replace(history(changes), config={field: number} if number else {})
+    (found,) = rules.findings(seen)
+    assert (f"lower {field}" in found.advice) == (number != 1)

@@ -86,3 +86,8 @@ def test_a_full_disk_is_reported_once_an_hour_and_when_it_gets_worse(watch) -> N
     sizes = [(2.0, 0.0), (2.0, 60.0), (0.5, 120.0), (2.0, DISK_SILENT_SECONDS + 1)]
     reported = [[found.level for found in watch.check_disk(free * GIB, 100 * GIB, "runs", at)] for free, at in sizes]
     assert reported == [["warning"], [], ["error"], ["warning"]]
+
+
+def test_advice_depends_on_the_config_of_the_run() -> None:
+    watch = Watch({"trainer_num_workers": 1})
+    assert watch.history.config == {"trainer_num_workers": 1}

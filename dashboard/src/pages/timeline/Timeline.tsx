@@ -165,7 +165,7 @@ export function Timeline() {
   const down = useMemo(() => outages(alerts, info?.attempts.flatMap((one) => one.started_at ?? []) ?? [], bounds?.to ?? 0), [alerts, info, bounds?.to]);
   const path = useMemo(() => (single ? pathNodes(single, layout) : []), [single, layout]);
   const evals = useEvals(run).data;
-  const around = useMemo(() => ({ outages: down, evals: (evals ?? []).map((one) => ({ from: one.started_at ?? 0, to: one.ended_at ?? 0, servers: one.servers ?? [] })) }), [down, evals]);
+  const around = useMemo(() => ({ outages: down, evals: (evals ?? []).map((one) => ({ from: one.started_at ?? 0, to: one.ended_at ?? 0, servers: one.servers ?? [] })), ranks: Number(info?.config.trainer_num_workers) }), [down, evals, info]);
   const hidden = new Set((params.hide ?? "").split(",")) as Set<Outcome>;
   const waits = useMemo(() => trainerWaits(steps), [steps]);
 

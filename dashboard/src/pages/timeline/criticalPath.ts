@@ -205,6 +205,8 @@ export function meanPath(paths: readonly CriticalPath[]): CriticalPath {
 export interface Around {
   outages: readonly Outage[];
   evals: readonly { from: number; to: number; servers: readonly number[] }[];
+  /** Trainer ranks of the run, if known. */
+  ranks?: number;
 }
 
 interface Cause {
@@ -349,7 +351,7 @@ export function advice(paths: readonly CriticalPath[], around: Around): string[]
         return textOf({ name: greatest(total(own), (part) => part.seconds)?.kind ?? "decode", seconds: spent });
       }
       default:
-        return "Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers.";
+        return `Raise inference_num_workers or max_async_rollout${around.ranks === 1 ? "" : ", or lower trainer_num_workers"}.`;
     }
   };
   return [...new Set(causes.slice(0, 2).flatMap((cause) => textOf(cause) ?? []))];

@@ -170,6 +170,7 @@ test("a wait for all answers gets the advice of the overview, and a short wait n
     { sample_id: "6-0", group_id: 6, finished_at: 5.9, server: 0, lane: 1 },
   ];
   expect(advice([criticalPath(4, 1, 10, spans(REQUEST), samples)], ALONE)).toEqual(["Raise inference_num_workers or max_async_rollout, or lower trainer_num_workers."]);
+  expect(advice([criticalPath(4, 1, 10, spans(REQUEST), samples)], { ...ALONE, ranks: 1 })).toEqual(["Raise inference_num_workers or max_async_rollout."]);
   expect(advice([criticalPath(4, 5.95, 10, spans(REQUEST), samples)], ALONE)).toEqual([]);
 });
 
