@@ -160,6 +160,7 @@ KINDS_AT_START = frozenset({"config", "environment"})  # of remarks that every a
 
 _SERVER = re.compile(r"^(server \d+) is (?:down|back)")
 _EVAL = re.compile(r"^(?:eval )?(\S+) at version \d+")
+_CHECKPOINT = re.compile(r"^(the checkpoint) after step \d+ was ")
 
 
 def alerts(
@@ -173,7 +174,8 @@ def alerts(
     `ended` are the end times of the steps, in Unix seconds. `first_step` and `first_time` belong to the first report,
     `count` is the number of reports. An alert is resolved if its rule finds nothing now, a step has ended since the
     stall, `rules.WINDOW` steps followed the log line, a nearly full disk is no longer reported every hour, the server
-    is back, a later eval has a result, it belongs to an earlier attempt, or it only informs.
+    is back, a later eval has a result, a later checkpoint was written, it belongs to an earlier attempt, or it only
+    informs.
     """
     now = {finding.kind for finding in found}
     works: set[str] = set()
@@ -182,7 +184,7 @@ def alerts(
     shown = []
     for row in rows:
         message, kind, attempt = row["message"] or "", row["kind"], row["attempt"] or 0
-        about = _SERVER.match(message) or _EVAL.match(message)
+        about = _SERVER.match(message) or _EVAL.match(message) or _CHECKPOINT.match(message)
         if about and row["level"] == "info":
             works.add(about[1])
         subject = kind if kind in KINDS_AT_START else message.partition(":")[0] if kind == "eval" else None

@@ -250,6 +250,8 @@ class Checkpointer:
     seconds_left: Callable[[], float | None] = lambda: None
     """Returns how long the run still waits for a checkpoint, or None without a limit."""
     _writing: asyncio.Task[None] | None = None
+    _num_failed: int = 0
+    """Checkpoints that were not written since the last one that was."""
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
         """Starts the checkpoint of a finished step, if one is due. First waits until the last one is written."""
@@ -344,6 +346,12 @@ class Checkpointer:
         self.last_step = step
         ended_at = time.time()
         logger.info("The checkpoint after step %d was written in %.1f s", step, ended_at - started_at)
+        if self._num_failed:
+            before = pluralize(self._num_failed, "checkpoint")
+            self.status.report(
+                f"the checkpoint after step {step} was written, after {before} that failed", "checkpoint"
+            )
+            self._num_failed = 0
         row = {"name": "checkpoint", "component": "orchestrator", "step": step, "start": paused_at, "end": ended_at}
         self.directory.recorder.write(
             "spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}}
@@ -387,7 +395,13 @@ class Checkpointer:
         )
 
     def _failed(self, step: int, cause: str) -> None:
-        self._announce(f"the checkpoint after step {step} was not written: {cause}. {self._newest()}")
+        """Reports the first of consecutive failures. The others, such as on a full disk, are only logged."""
+        self._num_failed += 1
+        news = f"the checkpoint after step {step} was not written: {cause}. {self._newest()}"
+        if self._num_failed == 1:
+            self._announce(news)
+        else:
+            logger.warning("%s", news)
 
     def _skipped(self, what: str) -> None:
         limit = self.config.checkpoint_on_exit_timeout_s

@@ -132,7 +132,7 @@ def test_an_alert_is_resolved_once_its_cause_is_gone() -> None:
         row("server", "server 1 is down: killed"),
         row("truncation", "90 % of the answers are cut off."),
         row("grad_norm", "The gradient norm reached 40, usually 0.3."),
-        row("checkpoint", "the checkpoint was not written", attempt=1),
+        row("checkpoint", "the checkpoint after step 8 was not written", attempt=1),
     ]
     shown = verdict.alerts(rows, 2, rules.findings(seen))
     assert [alert["resolved"] for alert in shown] == [True, True, True, False, False, True, False, True, True]
@@ -192,3 +192,12 @@ def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:
     (shown,) = verdict.alerts([row("server", "Server 0 restarted. Look at its log.")], 2, [])
     assert (shown["title"], shown["text"], shown["advice"]) == ("Server 0 restarted", "Look at its log.", None)
     assert shown["metrics"] == []
+
+
+def test_a_failed_checkpoint_is_resolved_by_the_next_that_is_written() -> None:
+    failed = row("checkpoint", "the checkpoint after step 8 was not written: the disk is full")
+    written = row(
+        "checkpoint", "the checkpoint after step 16 was written, after 1 checkpoint that failed", level="info"
+    )
+    assert [alert["resolved"] for alert in verdict.alerts([failed], 1, [])] == [False]
+    assert [alert["resolved"] for alert in verdict.alerts([written, failed], 1, [])] == [True, True]

@@ -130,6 +130,19 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
     assert re.search(rf"the disk of {re.escape(str(tmp_path))} has \S+ of \S+ .iB left", news)
 
 
+async def test_checkpoints_that_fail_one_after_another_are_one_alert(tmp_path):
+    saving = Saving(tmp_path, checkpoint_every=1)
+    saving.trainer.error = OSError(28, "No space left on device")
+    await saving.written(4)
+    saving.trainer.error = None
+    for step in (5, 6):
+        await saving.checkpointer.after_step(step, lambda step=step: RunState(step=step))
+    await saving.checkpointer.wait()
+    failed, written = [text for text in saving.status.messages if "the checkpoint after step" in text]
+    assert failed.startswith("the checkpoint after step 1 was not written")
+    assert written == "the checkpoint after step 5 was written, after 4 checkpoints that failed"
+
+
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
 async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path, slow):
     saving = Saving(tmp_path, checkpoint_every=1)
