@@ -14,6 +14,7 @@ import platform
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,8 +108,12 @@ def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
     heartbeat = read_heartbeat(run_dir)
     process = ProcessIdentity.from_json(info.process)
     alive = process.is_alive() if process else None
-    if alive is None:
-        alive = heartbeat is not None and time.time() - heartbeat["time"] < STALE_SECONDS
+    if alive is None and heartbeat is not None:
+        # The other machine's clock may be behind. The time of the file is usually that of the file server.
+        written = heartbeat["time"]
+        with suppress(OSError):
+            written = max(written, RunFiles(run_dir).heartbeat.stat().st_mtime)
+        alive = time.time() - written < STALE_SECONDS
     return "live" if alive else "dead"
 
 
