@@ -193,7 +193,7 @@ class TrainerGroup:
         async with self.queue:
             self.is_settled = False  # until the step has ended on all ranks
             results: list[StepResult] = await self._all(
-                f"training step {inputs[0].step + 1}", self._step_timeout, "trainer.train_step", inputs=[by_rank]
+                f"training step {inputs[0].step}", self._step_timeout, "trainer.train_step", inputs=[by_rank]
             )
             self.version += 1
             self.is_settled = True

@@ -393,7 +393,7 @@ class Orchestrator:
             self._num_taken += 1
             self._notifier.notify()
             waited = time.monotonic() - began
-            self.status.components["trainer"] = f"training step {step + 1}"
+            self.status.components["trainer"] = f"training step {step}"
             result = await self.trainer.train_step(batch.inputs)
             self.status.components["trainer"] = "sending weights"
             sync_metrics = await self.weights.sync()

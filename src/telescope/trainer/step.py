@@ -148,7 +148,7 @@ class RLBackend(TrainingBackend):
             norm = self.optimizer_step(rate, denominator(self.algorithm, batch, self.config), timeline)
             if not math.isfinite(norm):
                 raise FloatingPointError(
-                    f"the gradient of training step {step + 1} is not finite (norm {norm}); weights were not changed. "
+                    f"the gradient of training step {step} is not finite (norm {norm}); weights were not changed. "
                     f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
                 )
             norms.append(norm)
