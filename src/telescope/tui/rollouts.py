@@ -104,6 +104,8 @@ class RolloutsPage(Page):
         given = parse_filter(self.filter).model_dump()
         if self._shown_kind:
             given["status"] = KINDS[self._shown_kind]
+        if given["status"] == "eval" or given["eval_name"]:  # its steps are counted as in the table: ◇8 is after step 7
+            given |= {end: given[end] - 1 for end in ("step_min", "step_max") if given[end] is not None}
         return samples(self.view.store, SampleQuery(**given, sort=self._order, limit=NUM_ROWS, facets=False))
 
     def show(self, found: dict[str, Any]) -> None:
@@ -121,7 +123,8 @@ class RolloutsPage(Page):
             table.move_cursor(row=keys.index(chosen) if chosen in keys else 0)
         else:
             hint = "; e shows others" if self._shown_kind else ""
-            self.query_one("#sample", Static).update(Text(f"No {what} passes the filter{hint}.", "dim"))
+            passes = " passes the filter" if self.filter else " yet" if self.view.store.run.status == "live" else ""
+            self.query_one("#sample", Static).update(Text(f"No {what}{passes}{hint}.", "dim"))
         first = f"{len(keys)} of " if found["total"] > len(keys) else ""
         self.query_one("#found", Static).update(f"{first}{found['total']:,} {what}s, {ORDERS[self._order]}")
 

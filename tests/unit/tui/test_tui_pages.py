@@ -159,6 +159,23 @@ async def test_an_eval_before_training_is_after_0_steps(tmp_path: Path, open_vie
         assert str(view.app.screen.query_one(DataTable).get_cell_at((0, 0))) == "◇0"
 
 
+async def test_a_filter_by_step_finds_an_eval_by_the_number_in_the_table(tmp_path: Path, open_view: Open) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=9)
+        for step in (-1, 3, 7):
+            row = {"sample_id": f"e{step}", "step": step, "status": "eval", "eval_name": "held", "group_id": -1}
+            recorder.write("samples", row)
+    async with open_view(tmp_path / "run") as view:
+        await view.press("3")
+        assert view.text("#sample").startswith("No training sample yet; e shows others.")
+        await view.press("e")
+        for text, shown in (("step=4", "◇4"), ("step=0", "◇0"), ("step=8.. eval_name=held", "◇8")):
+            await view.press("slash")
+            await view.write(text)
+            table = view.app.screen.query_one(DataTable)
+            assert (table.row_count, str(table.get_cell_at((0, 0)))) == (1, shown)
+
+
 async def test_a_narrow_terminal_shows_the_first_columns_of_samples_and_scrolls_to_the_others(
     replayed: Path, open_view: Open
 ) -> None:
