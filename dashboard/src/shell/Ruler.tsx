@@ -82,7 +82,7 @@ export function Ruler() {
   const labels = ticks(0, end, Math.max(2, Math.min(10, Math.floor(width / 90)))).filter((tick) => Number.isInteger(tick) && tick > 0);
   const minor = end <= width / 5 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, Math.max(4, width / 8));
   const attempts = (read?.attempts ?? []).filter((attempt) => attempt.first_step !== null && attempt.first_step > 0);
-  const checkpoints = useMemo(() => checkpointMarks(steps, read?.checkpoints ?? []), [steps, read?.checkpoints]);
+  const checkpoints = useMemo(() => checkpointMarks(steps, read?.checkpoints ?? [], read?.written), [steps, read?.checkpoints, read?.written]);
   const notes = useMemo(() => written.filter((note) => note.step !== null && note.step < end), [written, end]);
   const alerts = useMemo(() => (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info"), [health]);
   const marked = [...alerts, ...notes].map((one) => one.step!);

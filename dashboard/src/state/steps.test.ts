@@ -63,6 +63,10 @@ test("a checkpoint was written before the step that waited for its copy", () => 
   ]);
 });
 
+test("the record of an ended run has its last checkpoint, and not one that failed", () => {
+  expect(checkpointMarks(copied, [], [8, 12]).map(({ step }) => step)).toEqual([8, 12]);
+});
+
 test("a run without checkpoints has no marks", () => {
   expect(checkpointMarks(null, [])).toEqual([]);
 });

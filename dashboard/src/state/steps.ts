@@ -116,8 +116,8 @@ interface CheckpointMark {
   kept: boolean;
 }
 
-/** Returns the checkpoints that were written, or are there, in the order of their steps. */
-export function checkpointMarks(steps: StepColumns | null, kept: number[]): CheckpointMark[] {
-  const written = (steps?.metrics[COPY] ?? []).flatMap((seconds, row) => (seconds !== null && seconds > 0 ? [steps!.step[row]!] : []));
-  return [...new Set([...written, ...kept])].sort((a, b) => a - b).map((step) => ({ step, kept: kept.includes(step) }));
+/** Returns the checkpoints that were written, or are there, in the order of their steps. Without `written`, the steps tell which were. */
+export function checkpointMarks(steps: StepColumns | null, kept: number[], written?: number[] | null): CheckpointMark[] {
+  const copied = () => (steps?.metrics[COPY] ?? []).flatMap((seconds, row) => (seconds !== null && seconds > 0 ? [steps!.step[row]!] : []));
+  return [...new Set([...(written ?? copied()), ...kept])].sort((a, b) => a - b).map((step) => ({ step, kept: kept.includes(step) }));
 }

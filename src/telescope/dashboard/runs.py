@@ -103,6 +103,7 @@ def run_info(registry: Registry, run_id: api.RunId) -> dict[str, Any]:
         "nodes": [{**row, "gpus": row["gpus"] or [], "links": row["links"] or []} for row in nodes],
         "result": store.run.result,
         "checkpoints": checkpoints_of(store.run.files),
+        "written": _written(store),
         "path": _shell_path(store.run.files.run_dir),
         "final_model": _shell_path(model) if any((model := store.run.files.model).glob("*.safetensors")) else None,
         "unreadable": [path.as_posix() for path in store.run.unreadable],
@@ -123,6 +124,17 @@ def checkpoints_of(files: RunFiles) -> list[int]:
     except OSError:
         return []  # no readable folder, because the run keeps its checkpoints elsewhere
     return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
+
+
+def _written(store: RunStore) -> list[int] | None:
+    """Returns the checkpoints that an ended run has written, without superseded ones. None without recorded spans."""
+    end = store.run.num_rows("spans")
+    if store.run.status == "live" or not end:
+        return None  # the metrics of its steps tell it meanwhile, all but the one at the end
+    where = "component = 'orchestrator' AND name = 'checkpoint' AND step IS NOT NULL"
+    rows = store.kept("written", end, lambda: store.aggregate("spans", "attempt, step", "attempt, step", where))
+    cut = store.run.cutoffs()
+    return sorted({row["step"] for row in rows if row["step"] <= cut.get(row["attempt"], math.inf)})
 
 
 def steps(store: RunStore, since: api.Row = 0) -> dict[str, Any]:

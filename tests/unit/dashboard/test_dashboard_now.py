@@ -11,7 +11,7 @@ from telescope.dashboard.architecture import architecture_of, parts_of
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
-from telescope.record.run_info import begin_run
+from telescope.record.run_info import begin_run, end_run
 
 CONFIG = {
     **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 283},
@@ -66,6 +66,20 @@ def test_the_checkpoints_of_a_run_are_listed(tmp_path):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     client = client_of(tmp_path)
     assert client.get("/api/runs/run").json()["checkpoints"] == [2, 10]
+
+
+def test_a_copy_without_checkpoints_knows_which_the_ended_run_has_written(tmp_path):
+    for attempt, (first, written) in enumerate(((0, [4, 8, 12]), (8, [14])), 1):
+        with Recorder(tmp_path / "run", attempt=attempt) as recorder:
+            info = begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=first, num_steps=14)
+            for component, step in (*(("orchestrator", step) for step in written), ("trainer", 3)):
+                span = {"component": component, "name": "checkpoint", "step": step, "start": 1.0, "end": 2.0}
+                recorder.write("spans", span)
+            recorder.flush()
+            client = client_of(tmp_path)
+            assert client.get("/api/runs/run").json()["written"] is None, "a live run has the metrics of its steps"
+            end_run(recorder, info, "finished", config_json="{}")
+    assert client.get("/api/runs/run").json()["written"] == [4, 8, 14]
 
 
 def test_the_parts_of_a_model_add_up_to_its_parameters():

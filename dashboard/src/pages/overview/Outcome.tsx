@@ -16,7 +16,7 @@ export function Outcome({ info, steps, sentence }: { info: RunInfo; steps: StepC
   const run = info.info.id;
   const { live } = useStatus(run);
   const curves = curvesOf(useEvals(run).data ?? []);
-  const best = bestCheckpoint(steps, info.checkpoints, curves[0]);
+  const best = bestCheckpoint(steps, info.checkpoints, curves[0], null, info.written);
   if (curves.length === 0 && !sentence && !best) return null;
   return (
     <section className="outcome" aria-label="Outcome">
@@ -60,7 +60,7 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
 
 function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepColumns; curve: EvalCurve | undefined; live: boolean }) {
   const [chosen, choose] = useParam("use", "chat");
-  const best = bestCheckpoint(steps, info.checkpoints, curve, info.final_model);
+  const best = bestCheckpoint(steps, info.checkpoints, curve, info.final_model, info.written);
   const commands = embedded ? [] : commandsOf(info.path, best, info.checkpoints.at(-1), info.final_model, live);
   const command = commands.find((one) => one.does === chosen) ?? commands[0];
   const measured = best?.accuracy != null;

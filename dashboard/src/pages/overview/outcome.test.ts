@@ -20,6 +20,7 @@ test("the best checkpoint is the one with the best result, and the later of equa
   const removed = { step: [40], metrics: { timing_checkpoint: [1] } } as unknown as StepColumns;
   expect(bestCheckpoint(removed, [], curve, null)).toEqual({ step: 40, kept: false, accuracy: 0.6 });
   expect(bestCheckpoint(removed, [], curve, "runs/a/model")).toBe(null);
+  expect(bestCheckpoint(removed, [], undefined, null, [40, 60])).toEqual({ step: 60, kept: false, accuracy: null });
 });
 
 test("commands name the checkpoint, and a resume of an older one its step", () => {

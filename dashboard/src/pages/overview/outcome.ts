@@ -30,9 +30,9 @@ export interface Best {
  * Returns the checkpoint with the best result of an eval, or the newest without any result. Checkpoints whose files exist
  * come first, then the final `model` (null).
  */
-export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve: EvalCurve | undefined, model: string | null = null): Best | null {
+export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve: EvalCurve | undefined, model: string | null = null, written?: number[] | null): Best | null {
   const accuracies = new Map(curve?.rows.map((row) => [row.version, row.accuracy]));
-  const all = checkpointMarks(steps, kept).map((mark) => ({ ...mark, accuracy: accuracies.get(mark.step) ?? null }));
+  const all = checkpointMarks(steps, kept, written).map((mark) => ({ ...mark, accuracy: accuracies.get(mark.step) ?? null }));
   const here = all.filter((one) => one.kept);
   if (here.length === 0 && model !== null) return null;
   const order = (one: Best) => one.accuracy ?? -1;
