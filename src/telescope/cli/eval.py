@@ -159,7 +159,12 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     for result in outcome.results:
         for each in result.results:
             low_high = "" if each.estimate is None else f"{each.estimate.low:.3f} to {each.estimate.high:.3f}"
-            gain = "" if each.gain is None else f"{each.gain.mean:+.3f} ({each.gain.low:+.3f} to {each.gain.high:+.3f})"
+            gain = ""
+            if each.gain is not None:
+                # Items that all change equally, such as not at all, give the bootstrap an interval without width.
+                wide = each.gain.low < each.gain.high
+                between = f"{each.gain.low:+.3f} to {each.gain.high:+.3f}" if wide else "on every item"
+                gain = f"{each.gain.mean:+.3f} ({between})"
             table.add_row(
                 Text(result.target.label), Text(named(each.name, each.number)), f"{each.accuracy:.4f}", low_high, gain,
                 str(each.num_items), str(each.num_failed),

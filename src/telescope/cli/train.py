@@ -228,6 +228,8 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
     if before is not None and after is not None:
         interval = summary.heldout_gain_interval
         between = "" if interval is None else f", 95 % interval {interval[0]:+.3f} to {interval[1]:+.3f}"
+        if interval is not None and interval[0] == interval[1]:
+            between = " on every item"  # equal changes give the bootstrap an interval without width
         gain = f"{after - before:+.3f}{between}; {items}, temperature {summary.heldout_temperature:g}"
         row("held-out accuracy", f"{before:.3f} → [bold]{after:.3f}[/] ({gain})")
     elif before is not None:

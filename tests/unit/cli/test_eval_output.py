@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,13 @@ def test_the_table_has_every_model_and_eval_and_what_went_wrong(outcome, capsys)
         assert words in out
     assert "failed" in out.splitlines()[0]
     assert [line.split()[-1] for line in out.splitlines() if "math500#0" in line] == ["3", "3"]
+
+
+def test_an_interval_without_width_is_not_shown(outcome, capsys):
+    results = outcome.results[1].results
+    results[0] = replace(results[0], gain=Estimate(0.0, 0.0, 0.0, 10))
+    print_outcome(outcome, Path("accuracy.svg"))
+    assert "+0.000 (on every item)" in capsys.readouterr().out
 
 
 def test_the_plot_has_a_line_per_eval_with_intervals(outcome, tmp_path):

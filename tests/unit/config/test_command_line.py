@@ -200,8 +200,15 @@ PROBLEM = "eval math500 at version 20 was skipped: the last eval on its servers 
         (Summary(heldout_failed=(0, 46)), "500 items (0 and 46 samples failed), temperature 1"),
         (Summary(heldout_failed=(18,), heldout_after=None), "0.220 before training (500 items (18 samples failed))"),
         (Summary(heldout_gain_interval=[0.27, 0.352]), "(+0.310, 95 % interval +0.270 to +0.352; 500 items"),
+        (Summary(heldout_gain_interval=[0.0, 0.0], heldout_after=0.22), "(+0.000 on every item; 500 items"),
     ],
-    ids=["problems of evals", "failed samples", "failed samples before training", "the interval of the gain"],
+    ids=[
+        "problems of evals",
+        "failed samples",
+        "failed samples before training",
+        "the interval of the gain",
+        "no gain",
+    ],
 )
 def test_the_closing_lines_show(summary, words):
     assert words in closing_lines(summary)

@@ -257,7 +257,8 @@ function Verdict({ name: eval_name, curve, first, range, before, after, items, i
       </h1>
       {shown && (
         <p>
-          The difference is <b>{points(shown.gain)}</b> points, 95 % interval {points(shown.low)} to {points(shown.high)} {recorded ? "by the run's bootstrap" : "(normal)"} on the same {count(result?.items ?? after.num_items)} items.{" "}
+          The difference is <b>{points(shown.gain)}</b> points
+          {shown.low < shown.high ? `, 95 % interval ${points(shown.low)} to ${points(shown.high)} ${recorded ? "by the run's bootstrap" : "(normal)"} on the same` : " on each of the same"} {count(result?.items ?? after.num_items)} items.{" "}
           {sure ? "" : "It may be chance: measure more items or answers. "}
           {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / (lost + right), 0)} are wrong now.` : ""}
         </p>

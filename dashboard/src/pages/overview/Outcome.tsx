@@ -39,7 +39,7 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
   const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
   const when = newest.step < 0 ? "before training" : `${live ? "as of step" : "after step"} ${newest.step + 1}`;
   const Tag = first ? "h1" : "p";
-  const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)}) points` : "";
+  const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} points${newest.gain_low === newest.gain_high ? " on every item" : ` (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)})`}` : "";
   return (
     <div title={`${visible(newest.metric ?? "reward")} of ${newest.num_items} items, with 95 % interval${gain}`}>
       <a className="l cut" href={format(elsewhere(place, { page: "evals" }))}>
