@@ -561,8 +561,8 @@ export interface RemoteCopy {
 
 /** A run. `path` and `final_model` are quoted for a shell. `user_set` lists the settings that the user wrote.
 
-`written` has the checkpoints that an ended run has written, also those that are not in its folder; None if that is not
-known. `unreadable` lists files of its record. `version` is the server's. */
+`written` has the checkpoints that an ended run has written, also those that are not in its folder; None if that is
+not known. `unreadable` lists files of its record. `version` is the server's. */
 export interface RunInfo {
   info: RunRow;
   config: Record<string, unknown>;

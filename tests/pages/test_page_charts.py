@@ -75,6 +75,9 @@ def test_marks_of_the_ruler_lead_to_what_they_mark(visitor: Visit):
     page.locator(".ruler a[tabindex='0']").focus()
     for _ in range(20):
         page.keyboard.press("ArrowRight")
+    label = f"checkpoint after {NUM_STEPS} steps, not in the run directory any more"
+    expect(page.locator(".ruler a:focus")).to_have_attribute("aria-label", label)
+    page.keyboard.press("ArrowLeft")
     expect(page.locator(".ruler a:focus")).to_have_attribute("aria-label", f"eval after {NUM_STEPS} steps")
     page.keyboard.press("Enter")
     page.wait_for_url("**/first/evals*after=*")
@@ -277,6 +280,15 @@ def test_the_menu_of_a_chart_hides_no_number(visitor: Visit):
         chart.locator(".p").hover(position={"x": 60, "y": 30})
         number, menu = (chart.locator(selector).bounding_box() for selector in (".t .v", ".t .over"))
         assert number and menu and number["x"] + number["width"] <= menu["x"] + 1
+
+
+@pytest.mark.parametrize("width", [1100, 1440])
+def test_titles_of_infra_are_whole(visitor: Visit, width: int):
+    visitor.page.set_viewport_size({"width": width, "height": 900})
+    names = visitor.open("first/infra").locator(".ig .chart .t .name")
+    expect(names.filter(has_text="Memory of trainer ranks")).to_be_visible()
+    cut = "(names) => names.filter((name) => name.scrollWidth > name.clientWidth).map((name) => name.textContent)"
+    assert names.evaluate_all(cut) == []
 
 
 def test_a_chart_that_goes_under_the_pointer_leaves_no_crosshair(visitor: Visit):

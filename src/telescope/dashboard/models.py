@@ -171,8 +171,8 @@ class Node(BaseModel):
 class RunInfo(BaseModel):
     """A run. `path` and `final_model` are quoted for a shell. `user_set` lists the settings that the user wrote.
 
-    `written` has the checkpoints that an ended run has written, also those that are not in its folder; None if that is not
-    known. `unreadable` lists files of its record. `version` is the server's.
+    `written` has the checkpoints that an ended run has written, also those that are not in its folder; None if that is
+    not known. `unreadable` lists files of its record. `version` is the server's.
     """
 
     info: RunRow
