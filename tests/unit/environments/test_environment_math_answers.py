@@ -112,7 +112,8 @@ x = \frac{-1 \pm i\sqrt{3}}{2} | \frac{-1 + i \sqrt{3}}{2}, \frac{-1 - i \sqrt{3
 \frac{3}{5}+\frac{4}{5}i | \frac{3+4i}{5} ;; \frac{3-4i}{5} | \frac35-\frac45 i ;; 2i | 2i
 12.5\% | 12.5 ;; 12.5 | 12.5% ;; 33\frac{1}{3}\% | 33\frac13 ;; \frac{1}{2}\% | \frac12 ;; 0.005% | 0.00005
 \operatorname{tg} x | \tan x ;; \operatorname{arctg} 2 | \arctan(2) ;; \ctg x | \cot x ;; \frac{\lg 2}{\lg 3} | \log_3 2
-1 + \lg 2 | \lg 20 ;; \operatorname{ln} 2 + 1 | 1+\ln 2 ;; i + 3 | 3+\mathrm{i} ;; 2 - 3\mathrm{i} | 2-3i ;; e^{2} | \mathrm{e}^2
+1 + \lg 2 | \lg 20 ;; \operatorname{ln} 2 + 1 | 1+\ln 2 ;; i + 3 | 3+\mathrm{i} ;; 2 - 3\mathrm{i} | 2-3i
+e^{2} | \mathrm{e}^2
 x = k\pi + \frac{\pi}{4}, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi ;; 2n+1, n \in \mathbb{N}^* | 2n+1 (n\in\mathbf{N}^{*})
 Carol and Alice | \text{Alice and Carol} ;; \text{all  real numbers} | all real numbers
 6.63 \times 10^{-34} | 6.626 \times 10^{-34} ;; 0.0000001 | 10^{-7} ;; 0.000033 | \frac{1}{30000}
