@@ -28,13 +28,13 @@ from telescope.environments.records import ChatMessage, RewardResult
 from telescope.environments.tool_calls import ToolCall
 from telescope.errors import EnvironmentFailure, UserError
 from telescope.sandbox.base import MAX_OUTPUT_BYTES, ExecResult, output_text
-from telescope.utils.child_guard import kill_group, kill_marked
+from telescope.utils.child_guard import kill_by_variable, kill_group
 from telescope.utils.process import describe_exit, start_daemon_thread
 
 MODEL = "policy"
 """Name of the policy at the endpoint."""
 PROGRAM_VARIABLE = "TELESCOPE_PROGRAM"
-"""Environment variable that marks the processes of a program."""
+"""Environment variable that marks the processes of a program, also those of its own programs."""
 OUTPUT_SECONDS = 5.0
 """Time for the output of a program to arrive after its end."""
 COMPACTION = "compaction"
@@ -319,11 +319,12 @@ class RolloutContext(Chat):
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
-        mark = secrets.token_hex(8)
+        mark, killed = secrets.token_hex(8), False
+        marks = f"{os.environ.get(PROGRAM_VARIABLE, '')} {mark}"
         with self._services.held():
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, cwd=cwd, start_new_session=True,
-                env={**os.environ, **self.env(), **(env or {}), PROGRAM_VARIABLE: mark},
+                env={**os.environ, **self.env(), **(env or {}), PROGRAM_VARIABLE: marks},
             )  # fmt: skip
             output = asyncio.ensure_future(_communicate(process, stdin.encode()))
             try:
@@ -332,6 +333,7 @@ class RolloutContext(Chat):
                     await asyncio.wait({output}, timeout=0.1)
                 await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it
                 await _kill_program(process.pid, mark)  # a daemon of the program would keep its output open
+                killed = True
                 stdout, errors = await asyncio.wait_for(output, OUTPUT_SECONDS)
             except TimeoutError:
                 process._transport.close()  # type: ignore[attr-defined]  # its pipes, which would stay open
@@ -341,7 +343,8 @@ class RolloutContext(Chat):
                 ) from None
             finally:
                 output.cancel()
-                await _kill_program(process.pid, mark)
+                if not killed:
+                    await _kill_program(process.pid, mark)
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"
         return ExecResult(process.returncode or 0, stdout, errors)
@@ -367,8 +370,10 @@ async def _communicate(process: asyncio.subprocess.Process, stdin: bytes) -> tup
     async def read(stream: asyncio.StreamReader) -> str:
         total, half, head, tail = 0, MAX_OUTPUT_BYTES // 2, bytearray(), bytearray()
         while piece := await stream.read(half):
-            room = half - len(head)
-            total, head, tail = total + len(piece), head + piece[:room], (tail + piece[room:])[-half:]
+            total, room = total + len(piece), half - len(head)
+            head += piece[:room]
+            tail += piece[room:]
+            del tail[:-half]
         return output_text(total, bytes(head + tail))
 
     assert process.stdin and process.stdout and process.stderr
@@ -380,5 +385,5 @@ async def _communicate(process: asyncio.subprocess.Process, stdin: bytes) -> tup
 async def _kill_program(group: int, mark: str) -> None:
     """Kills a program with its daemons, in a thread, because a machine may have thousands of processes."""
     kill_group(group)
-    killed = start_daemon_thread(lambda: kill_marked(f"{PROGRAM_VARIABLE}={mark}"), "program end")
+    killed = start_daemon_thread(lambda: kill_by_variable(PROGRAM_VARIABLE, mark), "program end")
     await asyncio.shield(asyncio.wrap_future(killed))

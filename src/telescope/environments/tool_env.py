@@ -43,6 +43,7 @@ from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool
 from telescope.environments.tool_template import ToolTemplate, tool_template
 from telescope.environments.user_code import DeadlinePassed, deadline, gather_or_cancel, maybe_await, within
 from telescope.errors import InfrastructureError, UserError
+from telescope.utils.process import Terminated
 
 __all__ = [
     "ToolCall", "ToolEnvironment", "ToolResult", "func_to_tool_schema", "parse_function_call_syntax",
@@ -300,8 +301,8 @@ class ToolEnvironment(MultiTurnEnvironment):
         return self._failure(call.name, error)
 
     def _failure(self, name: str, error: BaseException) -> ToolResult:
-        """Returns the result of a call that raised. Re-raises an `InfrastructureError`: it is not the model's fault."""
-        if isinstance(error, InfrastructureError):
+        """Returns the result of a call that raised. Re-raises errors that are not the model's fault."""
+        if isinstance(error, InfrastructureError | Terminated):
             raise error
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, DeadlinePassed):

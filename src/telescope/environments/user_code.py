@@ -166,7 +166,7 @@ async def without_exit(awaitable: Awaitable[Any]) -> Any:
     """Awaits user code. A `BaseException` that it raises itself, such as an exit, becomes a `RuntimeError`."""
     try:
         return await awaitable
-    except (Exception, Terminated):
+    except Exception:
         raise
     except BaseException as error:
         task = asyncio.current_task()
@@ -254,9 +254,14 @@ def _is_of_package(file: Path) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns `Type: message` as UTF-8 text of limited length. An exception group is shown by its first error."""
+    """Returns `Type: message` as UTF-8 text of limited length. An exception group is shown by its first error.
+
+    Raises a `Terminated`, which came while user code ran and is no error of it.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, Terminated):
+        raise error
     name = type(error).__name__
     try:
         message = str(error)

@@ -160,7 +160,7 @@ class Checks:
         cheats = self.environment.cheats(self.environment.get_sample(item))
         if not isinstance(cheats, dict) or not all(isinstance(text, str) for text in cheats.values()):
             raise UserError(f"cheats() returned {cheats!r:.200}. Return a dict of texts, by name.")
-        if reference and cheats.get(GOLD) in reference[0].answers:
+        if reference and list(reference[0].answers[-1:]) == [cheats.get(GOLD)]:
             del cheats[GOLD]
         others = {name: [answer] for name, answer in cheats.items()}
         others |= ({} if reference else {CANNED: [CANNED_ANSWER]}) | ({MODEL: []} if self._server else {})

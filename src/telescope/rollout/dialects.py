@@ -15,6 +15,7 @@ from typing import Any
 from telescope.environments.context import Answer, Call
 from telescope.environments.records import ChatMessage
 from telescope.rollout.messages import UNREADABLE, message_of, parsed, text_of, tool_call
+from telescope.utils.text import listed
 
 Body = dict[str, Any]
 
@@ -23,16 +24,17 @@ PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalt
              "chat_template_kwargs", "reasoning_effort")  # fmt: skip
 """Parameters that are accepted, ignored and counted: the run's are used, and no tool call or format can be forced."""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logit_bias": ({},), "logits_processors": ([],),
-    "bad_words": ([],), "allowed_token_ids": ([],), "stop_token_ids": ([],), "min_tokens": (0,), "ignore_eos": (False,),
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logit_bias": (), "logits_processors": (),
+    "bad_words": (), "allowed_token_ids": (), "stop_token_ids": (), "min_tokens": (0,), "ignore_eos": (False,),
     "length_penalty": (1,), "include_stop_str_in_output": (False,), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "chat_template": (), "echo": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "truncate_prompt_tokens": (-1,),
 }  # fmt: skip
-"""Parameters of OpenAI and vLLM that would change the completion, with the values that do not. An SDK adds them to any
-API (`extra_body`)."""
+"""Parameters of OpenAI and vLLM that would change the completion, with the values that do not, besides empty ones. An
+SDK adds them to any API (`extra_body`)."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences")
 """Parameters that bound a completion. Each API has some of them, and would ignore the others."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _CHOICES = ("auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
 
 
@@ -45,9 +47,9 @@ class Refusal(Exception):
 
 
 def _accept_only(body: Mapping[str, Any], **accepted: tuple[Any, ...]) -> None:
-    """Refuses a request with other values of these fields, which would change the completion."""
+    """Refuses a request with other values of these fields, which would change the completion. Accepts empty ones."""
     for name, values in accepted.items():
-        if (value := body.get(name)) is not None and value not in values:
+        if (value := body.get(name)) not in (*_EMPTY, *values):
             message = f"Unsupported value: '{name}' does not support {json.dumps(value)[:200]} with this model."
             message += f" Only {json.dumps(values[0])} is supported." if values else ""
             raise Refusal(message, code="unsupported_value", param=name)
@@ -68,9 +70,10 @@ def _tools_of(body: Body, kind: str = "function", parameters: str = "parameters"
 def sampling_of(body: Mapping[str, Any], *limits: str, stop: str = "stop") -> Body:
     """Returns `Call.sampling` from the fields of a request that limit tokens or name stop texts."""
     _accept_only(body, **REFUSED)
-    if other := next((name for name in LIMITS if name not in (*limits, stop) and body.get(name) is not None), None):
-        has = " and ".join((*limits, stop))
-        raise Refusal(f"Unsupported parameter: '{other}' is not supported with this API, which has {has}.", param=other)
+    own = (*limits, stop)
+    if other := next((name for name in LIMITS if name not in own and body.get(name) not in _EMPTY), None):
+        text = f"Unsupported parameter: '{other}' is not supported with this API. It has {listed(own)}."
+        raise Refusal(text, param=other)
     given = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     # `parallel_tool_calls: true` is the default. Not in _CHOICES, because 1 == True.
     sampling = {name: value for name, value in given.items() if value is not True and value not in _CHOICES}
@@ -105,7 +108,7 @@ class ChatCompletions:
 
     def read(self, body: Body) -> Call:
         _accept_only(
-            body, functions=([],), function_call=(), audio=(), modalities=(["text"],), web_search_options=(),
+            body, functions=(), function_call=(), audio=(), modalities=(["text"],), web_search_options=(),
             top_logprobs=(0,),
         )  # fmt: skip
         if not isinstance(body.get("stream_options"), dict | None):
@@ -160,7 +163,7 @@ class Responses:
             messages += self._kept[previous]
         items = body["input"]
         messages += self._messages_of([{"role": "user", "content": items}] if isinstance(items, str) else items)
-        effort = (body.get("reasoning") or {}).get("effort")
+        effort = (body.get("reasoning") or {}).get("effort") or body.get("reasoning_effort")
         given = {**body, "response_format": (body.get("text") or {}).get("format"), "reasoning_effort": effort}
         return Call(messages=messages, tools=_tools_of(body), sampling=sampling_of(given, "max_output_tokens"))
 
@@ -276,7 +279,7 @@ class Messages:
     def read(self, body: Body) -> Call:
         if body.get("thread"):  # the SDK then sends the whole history
             raise Refusal("Threads are not supported.", code="thread_unsupported_request", param="thread")
-        _accept_only(body, container=(), mcp_servers=([],), compaction=())
+        _accept_only(body, container=(), mcp_servers=(), compaction=())
         messages: list[ChatMessage] = []
         if system := text_of(body.get("system")):
             messages.append({"role": "system", "content": system})
@@ -285,7 +288,8 @@ class Messages:
         if messages and messages[-1]["role"] == "assistant":
             raise Refusal("This model does not support assistant message prefill. End with a user message.")
         config = body.get("output_config") or {}
-        given = {**body, "response_format": config.get("format"), "reasoning_effort": config.get("effort")}
+        effort = config.get("effort") or body.get("reasoning_effort")
+        given = {**body, "response_format": config.get("format"), "reasoning_effort": effort}
         sampling = sampling_of(given, "max_tokens", stop="stop_sequences")
         return Call(messages=messages, tools=_tools_of(body, "custom", "input_schema"), sampling=sampling)
 

@@ -29,6 +29,7 @@ from telescope.sandbox.errors import (
     SandboxOOMError,
     SandboxSetupError,
 )
+from telescope.utils.child_guard import values_of_variable
 
 TOO_OLD = ". It needs bubblewrap 0.8 or newer, as Debian 12 and Ubuntu 24.04 have it. Or name another provider."
 MARK_VARIABLE = "TELESCOPE_SANDBOX"
@@ -215,15 +216,8 @@ def _child(pid: int) -> int:
 
 def marked(word: bytes) -> list[tuple[int, str]]:
     """Returns process and id of each sandbox on this machine whose id or label is `word`."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            for entry in (folder / "environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                words = value.split(b" ", 1)  # a label may have blanks
-                if name == MARK_VARIABLE.encode() and word in words:
-                    found.append((int(folder.name), words[0].decode()))
-    return found
+    marks = [(pid, value.split(b" ", 1)) for pid, value in values_of_variable(MARK_VARIABLE)]  # a label may have blanks
+    return [(pid, words[0].decode()) for pid, words in marks if word in words]
 
 
 def kill_marked(name: bytes) -> None:

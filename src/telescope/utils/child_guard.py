@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 
 from telescope.utils.process import describe_exit
@@ -28,7 +29,7 @@ SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
 
 POLL_SECONDS = 0.2
 MAX_SCANS = 100
-"""How often marked processes are searched for. One that is found may have started another meanwhile."""
+"""How often processes are searched for. One that is found may have started another meanwhile."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -75,19 +76,28 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def kill_marked(entry: str) -> None:
-    """Kills every process that was started with `entry` (`NAME=value`) in its environment, whatever its session."""
+def values_of_variable(variable: str) -> Iterator[tuple[int, bytes]]:
+    """Yields pid and value of the processes of this user that were started with an environment variable."""
+    start = variable.encode() + b"="
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        environ = b""
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:  # OSError: it has ended
+            environ = file.read()
+        if start in environ:
+            yield from ((int(name), entry[len(start) :]) for entry in environ.split(b"\0") if entry.startswith(start))
+
+
+def kill_by_variable(variable: str, word: str) -> None:
+    """Kills the processes that were started with `word` in the value of a variable, whatever their session."""
+    killed: set[int] = set()
     for _ in range(MAX_SCANS):
-        found = False
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                with open(f"/proc/{name}/environ", "rb") as environ:
-                    if entry.encode() not in environ.read().split(b"\0"):
-                        continue
-                os.kill(int(name), signal.SIGKILL)
-                found = True
+        found = {pid for pid, value in values_of_variable(variable) if word.encode() in value.split()} - killed
         if not found:
             return
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
 
 
 def _prepare_command(parent: int, signals: set[int | signal.Signals]) -> None:

@@ -174,14 +174,8 @@ def sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP ends the command, with this exit code.
-
-    No `SystemExit`, which would become an error of the user code that the signal interrupts.
-    """
-
-    def __init__(self, code: int) -> None:
-        self.code = code
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP ends the command. In contrast to other exits, it is no error of the user code around it."""
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:
@@ -215,8 +209,5 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
 
     # Handlers run in reverse order of registration: this one is registered first and runs last.
     atexit.register(leave)
-    try:
-        code = command()
-    except Terminated as terminated:
-        code = terminated.code
+    code = command()
     sys.exit(code)

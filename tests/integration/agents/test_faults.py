@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,12 +17,13 @@ from tests.integration.agents.test_agents import sampled_once
 from tests.processes import has_ended
 
 from telescope.environments.base import RewardResult, Sample
-from telescope.environments.context import Answer, RolloutContext
+from telescope.environments.context import PROGRAM_VARIABLE, Answer, RolloutContext
 from telescope.environments.registry import complete_class
 from telescope.errors import UserError
 from telescope.rollout.endpoint import MAX_IN_FLIGHT
 from telescope.rollout.request_slots import RequestSlotPool
 from telescope.sandbox import SandboxCommandTimeoutError
+from telescope.utils.child_guard import kill_by_variable
 
 CALLS = """
 import json, os, urllib.request
@@ -228,6 +231,26 @@ async def test_a_daemon_that_a_program_leaves_behind_ends_with_it(bench: Any) ->
     sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
     daemon = int(sample.reward.sample_tags["saw"])
     assert await asyncio.to_thread(has_ended, daemon), "its process lives on"
+
+
+async def test_a_program_has_the_marks_of_the_programs_around_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRAM_VARIABLE, "outer")
+
+    async def act(context: RolloutContext) -> str:
+        await context.generate(HI)
+        return (await context.run(["printenv", PROGRAM_VARIABLE])).stdout
+
+    marks = (await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()).reward.sample_tags["saw"]
+    assert marks.split()[0] == "outer"
+    assert len(marks.split()) == 2
+
+
+def test_processes_are_killed_by_a_word_of_a_variable() -> None:
+    with subprocess.Popen(["sleep", "60"], env={PROGRAM_VARIABLE: "outer inner"}) as program:
+        kill_by_variable(PROGRAM_VARIABLE, "oute")
+        assert program.poll() is None
+        kill_by_variable(PROGRAM_VARIABLE, "outer")
+        assert program.wait(30) == -signal.SIGKILL
 
 
 async def test_a_daemon_with_its_own_environment_that_keeps_the_output_open_fails_the_rollout(

@@ -1,5 +1,6 @@
 """A process that has loaded Ray ends with the code of its command, whatever native code does at the very end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import telescope
+
+SOURCES = Path(telescope.__file__).parent.parent
 NATIVE_CRASH = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -70,27 +74,61 @@ run_and_exit(command)
     assert not folder.exists()
 
 
-def test_a_signal_ends_a_command_whose_user_code_blocks_the_event_loop():
-    script = """
+@pytest.mark.parametrize(
+    "started",
+    [
+        "await asyncio.gather(within(60, without_exit(rollout())))",
+        "await asyncio.gather(rollout(), return_exceptions=True)",
+        "kept = asyncio.create_task(rollout()); await asyncio.sleep(60)",
+        "loop.call_soon(block); await asyncio.sleep(60)",
+        "load_function('blocking:function', 'the reward')",
+    ],
+)
+def test_a_signal_ends_a_command_whose_user_code_blocks_the_event_loop(tmp_path, started):
+    (tmp_path / "blocking.py").write_text("import __main__\n__main__.block()")
+    script = f"""
 import asyncio, time
-from telescope.environments.user_code import contain_exits, within, without_exit
+from telescope.environments.user_code import contain_exits, load_function, within, without_exit
 from telescope.utils.process import run_and_exit
-async def rollout():
+def block():
     print("blocked", flush=True)
     time.sleep(60)
+async def rollout():
+    block()
 async def check():
-    contain_exits(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    contain_exits(loop)
     try:
-        await asyncio.gather(within(60, without_exit(rollout())))
+        {started}
     except Exception as error:
         print(error)
 run_and_exit(lambda: asyncio.run(check()))
 """
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command, environ = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCES}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
         assert process.stdout.readline() == "blocked\n"
         process.send_signal(signal.SIGTERM)
-        assert (process.stdout.read(), process.wait(timeout=60)) == ("", 143)
+        assert "RuntimeError: " not in process.stdout.read()
+        assert process.wait(timeout=60) == 143
+
+
+def test_a_signal_ends_a_forked_child_of_a_command_silently():
+    script = """
+import multiprocessing, time
+from telescope.utils.process import run_and_exit
+def command():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=lambda: (ready.set(), time.sleep(60)))
+    child.start()
+    ready.wait()
+    child.terminate()
+    child.join()
+    return abs(child.exitcode)
+run_and_exit(command)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40)
+    assert (ended.returncode, ended.stderr) == (143, "")
 
 
 INTERRUPTED_IMPORT = """

@@ -223,7 +223,7 @@ REFUSED = {
     "words": ("chat/completions", {"bad_words": ["no"]}, "'bad_words'"),
     "minimum": ("chat/completions", {"min_tokens": 5}, "'min_tokens' does not support 5"),
     "limit of another API": ("responses", {"max_tokens": 5}, "'max_tokens' is not supported with this API"),
-    "stop of another API": ("messages", {"stop": ["a"]}, "which has max_tokens and stop_sequences"),
+    "stop of another API": ("messages", {"stop": ["a"]}, "It has max_tokens, stop_sequences"),
     "prefix": ("chat/completions", {"continue_final_message": True}, "'continue_final_message'"),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
     "role": ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
@@ -261,6 +261,7 @@ async def test_what_would_change_the_answer_is_refused(policy, name):
 async def test_harmless_fields_are_accepted(policy):
     ignored = {"seed": 3, "temperature": 0.2, "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": True}}
     extra = {"n": 1, "user": "me", "logit_bias": {}, "metadata": {}, "store": True}
+    extra |= {"stop_sequences": [], "guided_json": "", "bad_words": [], "max_output_tokens": None, "functions": []}
     extra |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, **ignored}
     tool = {"type": "function", "function": {"name": "weather"}}
     for choice in ("auto", "none", "required"):
