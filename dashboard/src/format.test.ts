@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { count, duration, number, percent, setting, tick } from "./format";
+import { count, duration, number, percent, resultFormat, setting, tick } from "./format";
 
 test("numbers have about three digits and a true minus", () => {
   expect(number(-0.0790)).toBe("−0.0790");
@@ -48,6 +48,17 @@ test("durations have two units", () => {
 
 test("shares are percents", () => {
   expect(percent(0.164)).toBe("16.4\u202f%");
+});
+
+test("results of evals are percents only where their metric is a share", () => {
+  const told = (metric: string | null) => {
+    const { label, suffix, points, value, bare, change } = resultFormat(metric);
+    return [label, suffix, value(1.2), value(1, 0), bare(-0.5), change(0.12) + points, value(null)];
+  };
+  expect(told("reward")).toEqual(["reward", ", reward", "1.200", "1", "−0.500", "+0.120", "–"]);
+  expect(told("correct")).toEqual(["accuracy", "", "120.0\u202f%", "100\u202f%", "−50.0", "+12.0 points", "–"]);
+  expect(told(null)).toEqual(told("correct"));
+  expect(resultFormat("pass@8/correct").value(0.25)).toBe("25.0\u202f%");
 });
 
 test("settings read as a person would write them", () => {

@@ -64,6 +64,27 @@ export function percent(share: number | null | undefined, digits = 1): string {
   return share === null || share === undefined || Number.isNaN(share) ? NONE : `${number(100 * share, digits)}${THIN}%`;
 }
 
+/**
+ * Returns how the results of an eval's metric are written: `correct` and pass@k are shares, in percent and percentage points;
+ * others, such as `reward`, are plain numbers.
+ */
+export function resultFormat(metric: string | null | undefined) {
+  const isAccuracy = metric == null || metric === "correct";
+  const isShare = isAccuracy || /^pass[@^]/.test(metric);
+  const [scale, digits] = isShare ? [100, 1] : [1, 3];
+  const scaled = (value: number | null | undefined) => (value == null ? NaN : scale * value);
+  return {
+    isShare,
+    label: isAccuracy ? "accuracy" : visible(metric),
+    /** The label where it is no accuracy, to follow an eval's name. */
+    suffix: isAccuracy ? "" : `, ${visible(metric)}`,
+    points: isShare ? " points" : "",
+    value: (value: number | null | undefined, decimals = digits): string => (isShare ? percent(value, decimals) : number(value, decimals)),
+    bare: (value: number | null | undefined): string => number(scaled(value), digits),
+    change: (value: number | null | undefined): string => signed(scaled(value), digits),
+  };
+}
+
 /** Returns a sentence whose numbers stay on the line of their percent signs, with hidden characters written out. */
 export const unbroken = (text: string): string => visible(text).replace(/(\d) %/g, "$1\u202f%");
 

@@ -581,13 +581,15 @@ export interface RunInfo {
 
 /** A run in the list of runs. `key` stays when its folder moves; runs of an `experiment` differ in seed.
 
-`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest accuracy. */
+`heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest result.
+`metrics` has the metric of `heldout` and of each eval's field where it is not `correct`. */
 export interface RunRow {
   id: string;
   key: string;
   live: boolean;
   heldout_step: Value;
   best_checkpoint: Value;
+  metrics: Record<string, string>;
   tags: string[];
   model: string | null;
   algorithm: string | null;

@@ -38,6 +38,8 @@ test("evals lie at their numbers of finished steps, or where these ended", () =>
   expect(of("step")).toMatchObject({ x: [0, 3], values: [0.5, 0.7], low: [0.4, 0.6] });
   expect(of("time")?.x).toEqual([0, 15]);
   expect([...evalColumns([row(0, 0.5)], steps, [], "step").keys()]).toEqual(["eval/math/accuracy", "eval/math/length"]);
+  const rewarded = evalColumns([{ ...row(0, 1.2), metric: "reward", metrics: { reward: 1.2 } }], steps, [], "step");
+  expect([...rewarded].map(([name, { low }]) => [name, low !== undefined])).toEqual([["eval/math/reward", true]]);
 });
 
 test("runs of one color differ by their dashes", () => {

@@ -1,6 +1,7 @@
 /** The runs that charts draw: steps and evals of each on one axis, and groups of runs as their mean. */
 
 import { useMemo } from "react";
+import { resultFormat } from "../format";
 import { useRunColors } from "../state/colors";
 import { useSelected } from "../state/cursor";
 import { groupFields, groupRuns, groupTitle } from "../state/groups";
@@ -52,7 +53,7 @@ function placesOf(steps: StepColumns, axis: XAxis): number[] {
   return places.map((place) => (last = place ?? last));
 }
 
-/** Returns the results of evals as `eval/NAME/accuracy` and `eval/NAME/METRIC`, after as many steps as their weights had. */
+/** Returns the results of evals as `eval/NAME/METRIC`, with `accuracy` and its interval for `correct`, after as many steps as their weights had. */
 export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], axis: XAxis): Map<string, Column> {
   const placeOf = (version: number): number => (axis === "step" ? version : version === 0 ? 0 : (x[nearest(steps.step, version - 1)] ?? 0));
   const out = new Map<string, Column>();
@@ -62,8 +63,9 @@ export function evalColumns(rows: EvalRow[], steps: StepColumns, x: number[], ax
     const places = at.map(placeOf);
     const add = (metric: string, values: Value[], ends: Partial<Column> = {}) =>
       values.some((value) => value !== null) && out.set(`eval/${visible(name)}/${visible(metric)}`, { at, x: places, values, ...ends });
-    add("accuracy", curve.map((row) => row.accuracy), { low: curve.map((row) => row.accuracy_low), high: curve.map((row) => row.accuracy_high) });
-    for (const metric of new Set(curve.flatMap((row) => Object.keys(row.metrics)))) add(metric, curve.map((row) => row.metrics[metric] ?? null));
+    const { label } = resultFormat(curve.at(-1)?.metric);
+    add(label, curve.map((row) => row.accuracy), { low: curve.map((row) => row.accuracy_low), high: curve.map((row) => row.accuracy_high) });
+    for (const metric of new Set(curve.flatMap((row) => Object.keys(row.metrics)))) if (metric !== label) add(metric, curve.map((row) => row.metrics[metric] ?? null));
   }
   return out;
 }

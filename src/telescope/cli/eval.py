@@ -154,7 +154,8 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("model", "eval"):
         table.add_column(name)
-    for name in ("accuracy", "95 % interval", "gain", "items", "failed"):
+    shown = dict.fromkeys(each.label for result in outcome.results for each in result.results)
+    for name in (" or ".join(shown) or "accuracy", "95 % interval", "gain", "items", "failed"):
         table.add_column(name, justify="right")
     for result in outcome.results:
         for each in result.results:
@@ -165,8 +166,9 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
                 wide = each.gain.low < each.gain.high
                 between = f"{each.gain.low:+.3f} to {each.gain.high:+.3f}" if wide else "on every item"
                 gain = f"{each.gain.mean:+.3f} ({between})"
+            name = named(each.name, each.number) + (f", {each.label}" if len(shown) > 1 else "")
             table.add_row(
-                Text(result.target.label), Text(named(each.name, each.number)), f"{each.accuracy:.4f}", low_high, gain,
+                Text(result.target.label), Text(name), f"{each.accuracy:.4f}", low_high, gain,
                 str(each.num_items), str(each.num_failed),
             )  # fmt: skip
             for name, value in each.metrics.items():
@@ -185,13 +187,15 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
     from telescope.record.reader import eval_names
 
     series: dict[str, list[Point]] = {}
+    shown: dict[str, None] = {}
     named = eval_names(outcome.job.config.values)
     for result in outcome.results:
         for each in result.results:
             low, high = (each.estimate.low, each.estimate.high) if each.estimate else (None, None)
             series.setdefault(named(each.name, each.number), []).append(Point(result.version, each.accuracy, low, high))
+            shown[each.label] = None
     if series:
-        path.write_text(line_chart(series, title="Accuracy, with 95 % intervals"))
+        path.write_text(line_chart(series, title=f"{' or '.join(shown).capitalize()}, with 95 % intervals"))
 
 
 def _steps(text: str) -> list[int]:

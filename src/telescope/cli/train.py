@@ -212,6 +212,7 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
 
 def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int = 0, has_evals: bool = False) -> None:
     """Prints the closing lines of a run. `last_checkpoint` is the newest step, or 0 without checkpoints."""
+    from telescope.evals.statistics import metric_label
     from telescope.record.files import RunFiles
     from telescope.weights.model_folder import read_origin
 
@@ -225,15 +226,16 @@ def print_summary(summary: RunSummary, console: Console, *, last_checkpoint: int
     failed = " and ".join(map(str, summary.heldout_failed)) if any(summary.heldout_failed) else ""
     items = f"{summary.heldout_items} items" + (f" ({failed} samples failed)" if failed else "")
     before, after = summary.heldout_before, summary.heldout_after
+    result = f"held-out {metric_label(summary.heldout_metric)}"
     if before is not None and after is not None:
         interval = summary.heldout_gain_interval
         between = "" if interval is None else f", 95 % interval {interval[0]:+.3f} to {interval[1]:+.3f}"
         if interval is not None and interval[0] == interval[1]:
             between = " on every item"  # equal changes give the bootstrap an interval without width
         gain = f"{after - before:+.3f}{between}; {items}, temperature {summary.heldout_temperature:g}"
-        row("held-out accuracy", f"{before:.3f} → [bold]{after:.3f}[/] ({gain})")
+        row(result, f"{before:.3f} → [bold]{after:.3f}[/] ({gain})")
     elif before is not None:
-        row("held-out accuracy", f"{before:.3f} before training ({items})")
+        row(result, f"{before:.3f} before training ({items})")
     if summary.reward_first is not None and summary.reward_last is not None:
         last = "the last step" if summary.steps_of_attempt == 1 else f"the last {summary.steps_of_attempt} steps"
         scope = f", in {last}" if summary.is_continued else ""

@@ -80,7 +80,8 @@ def summary_of(model: type[Model]) -> type[Model]:
 class RunRow(BaseModel):
     """A run in the list of runs. `key` stays when its folder moves; runs of an `experiment` differ in seed.
 
-    `heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest accuracy.
+    `heldout_after` is measured after `heldout_step` steps; `best_checkpoint` is the one with the highest result.
+    `metrics` has the metric of `heldout` and of each eval's field where it is not `correct`.
     """
 
     id: str
@@ -88,6 +89,7 @@ class RunRow(BaseModel):
     live: bool
     heldout_step: int | None
     best_checkpoint: int | None
+    metrics: dict[str, str]
     tags: list[str]
     model: str | None
     algorithm: str | None

@@ -68,7 +68,7 @@ MOST_EXAMPLES = 4
 class Listing:
     """A run in the list of runs. `rewards` are mean rewards of at most `LINE_POINTS` ranges of steps.
 
-    `heldout` is the result of `heldout_of`.
+    `heldout` and `metrics` are the result of `heldout_of`.
     """
 
     run: Run
@@ -76,6 +76,7 @@ class Listing:
     config: dict[str, Any]
     rewards: list[float | None]
     heldout: dict[int, float]
+    metrics: dict[str, str]
     experiment: str
     config_problem: str | None
 
@@ -186,7 +187,7 @@ class Registry:
             return known[1]
         config, _ = config_of(run)
         steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
-        rest = (config, _line(steps["reward_mean"]), heldout_of(run), experiment(config), run.config_problem)
+        rest = (config, _line(steps["reward_mean"]), *heldout_of(run, config), experiment(config), run.config_problem)
         listing = Listing(run, run.summary(steps), *rest)
         self._listings[run_id] = (state, listing)
         return listing
@@ -292,16 +293,24 @@ def values_of(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def heldout_of(run: Run) -> dict[int, float]:
-    """Returns accuracies by the number of finished steps, for the run's first held-out eval or else its first eval."""
-    names = ["attempt", "step", "source", "number", "name", "held_out", "version", "accuracy"]
+def heldout_of(run: Run, config: Mapping[str, Any]) -> tuple[dict[int, float], dict[str, str]]:
+    """Returns results by the number of finished steps, for the run's first held-out eval or else its first eval.
+
+    The second result has the metric of `heldout` and of each field `eval.NAME`, where it is not `correct`.
+    """
+    names = ["attempt", "step", "source", "number", "name", "held_out", "version", "accuracy", "metric"]
     rows, _ = run.rows_since("evals", 0, names)
+    every = rows.to_pylist()
+    named = eval_names(config, every)
     if rows.num_rows:
         rows = rows.filter(pc.invert(superseded(rows, run.cutoffs())))
     own = [row for row in rows.to_pylist() if row["accuracy"] is not None and row["source"] != "standalone"]
     own.sort(key=lambda row: (not row["held_out"], row["number"] or 0))  # stable, so it keeps the order of attempts
     first = [own[0][name] for name in ("number", "name")] if own else []
-    return {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
+    metrics = {EVAL + named(row["name"], row["number"]): row["metric"] for row in every if row["metric"]}
+    metrics["heldout"] = own[0]["metric"] if own else None
+    curve = {row["version"] or 0: row["accuracy"] for row in own if [row["number"], row["name"]] == first}
+    return curve, {name: metric for name, metric in metrics.items() if metric not in (None, "correct")}
 
 
 def known_fields(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

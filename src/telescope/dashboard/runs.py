@@ -61,6 +61,7 @@ def run_row(run_id: str, listing: Listing, copy: RunCopy | None) -> dict[str, An
         **{name: getattr(summary, name) for name in FROM_SUMMARY},
         **{name: value for name, value in heldout.items() if value is not None},
         "heldout_step": after or None,
+        "metrics": listing.metrics,
         "best_checkpoint": max(saved, key=lambda step: (curve[step], step), default=None),
         "live": summary.status == "live",
         "tags": list(summary.tags),
@@ -178,9 +179,16 @@ def _columns(metrics: StepMetrics) -> rules.Columns:
 
 
 def eval_points(store: RunStore) -> list[EvalPoint]:
-    """Returns the accuracies of the run's own evals, ordered by step."""
+    """Returns the results of the run's own evals, ordered by step."""
     return [
-        EvalPoint(row["name"], row["step"], row["accuracy"], row["accuracy_low"], row["accuracy_high"])
+        EvalPoint(
+            row["name"],
+            row["step"],
+            row["accuracy"],
+            row["accuracy_low"],
+            row["accuracy_high"],
+            row["metric"] or "correct",
+        )
         for row in evals(store)
         if row["source"] != "standalone" and row["accuracy"] is not None and math.isfinite(row["accuracy"])
     ]

@@ -32,6 +32,7 @@ from telescope.evals.statistics import (
     accuracy_metric,
     count_failed_as_wrong,
     estimate_mean,
+    metric_label,
     metrics_over_items,
     num_completions,
 )
@@ -105,6 +106,11 @@ class EvalResult:
     def metric(self) -> str:
         """Returns the name of the accuracy metric: `correct` if there is one, else `reward`."""
         return accuracy_metric(self.metrics)
+
+    @property
+    def label(self) -> str:
+        """Returns what the main result is called, see `metric_label`."""
+        return metric_label(self.metric)
 
     @property
     def accuracy(self) -> float:

@@ -62,6 +62,11 @@ def accuracy_metric(metrics: Collection[str]) -> str:
     return "correct" if "correct" in metrics else "reward"
 
 
+def metric_label(metric: str | None) -> str:
+    """Returns what the mean of an eval's metric is called: `accuracy` for `correct`, else the metric's name."""
+    return "accuracy" if metric in (None, "correct") else metric
+
+
 def count_failed_as_wrong(
     items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]
 ) -> list[list[Mapping[str, float]]]:

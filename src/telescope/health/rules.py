@@ -56,18 +56,34 @@ READ = frozenset(
 )
 """Metrics that rules read by name. `not_finite` also reads every other metric with NaN or infinity."""
 
+MINUS = "\u2212"
 LARGEST = 1e150  # the square of a larger number is not finite, and Python raises for sums and variances
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """Accuracy of an eval after `step` (-1: before training), with its 95 % interval."""
+    """Mean of an eval's `metric` after `step` (-1: before training), with its 95 % interval."""
 
     name: str
     step: int
     accuracy: float
     low: float | None = None
     high: float | None = None
+    metric: str = "correct"
+
+    @property
+    def text(self) -> str:
+        """Returns the mean: `58.0 %`, or `1.200` of a metric that is no share, such as `reward`."""
+        return self._number(self.accuracy) + (" %" if self.metric == "correct" else "")
+
+    @property
+    def interval(self) -> str:
+        """Returns the interval in the unit of `text`, such as `54.0 to 62.0`, or "" without one."""
+        return "" if self.low is None or self.high is None else f"{self._number(self.low)} to {self._number(self.high)}"
+
+    def _number(self, value: float) -> str:
+        text = f"{100 * value:.1f}" if self.metric == "correct" else f"{value:.3f}"
+        return text.replace("-", MINUS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from telescope.health import rules
 from telescope.health.rules import WINDOW, Finding, History, Values, ends_of, finite
 from telescope.health.watch import DISK_SILENT_SECONDS, SILENT_STEPS
 
-MINUS = "\u2212"
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -248,24 +246,22 @@ def _outcome(history: History) -> list[dict[str, Any]]:
     """Returns the first and the newest result of the first eval or, without evals, the change of the reward."""
     if history.evals:
         points = [point for point in history.evals if point.name == history.evals[0].name]
-        texts = [_accuracy(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]
-        return [_sentence(f"{points[0].name}: {', '.join(texts)}.", (), is_outcome=True)]
+        texts = [_result(point) for point in (points[:1] if len(points) == 1 else (points[0], points[-1]))]
+        metric = "" if points[0].metric == "correct" else f", {points[0].metric}"
+        return [_sentence(f"{points[0].name}{metric}: {', '.join(texts)}.", (), is_outcome=True)]
     values = finite(history.columns.get(rules.REWARD, ()))
     if len(values) < 2:
         return []
     before, now = ends_of(values)
     window = min(WINDOW, len(values) // 2)
     first, last = ("step", "") if window == 1 else (f"{window} steps", f" {window}")
-    texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
+    texts = [f"{value:.3g}".replace("-", rules.MINUS) for value in (before, now)]
     text = f"Mean reward of all groups: {texts[0]} in the first {first}, {texts[1]} in the last{last}."
     return [_sentence(text, (rules.REWARD,), is_outcome=True)]
 
 
-def _accuracy(point: rules.EvalPoint) -> str:
-    interval = ""
-    if point.low is not None and point.high is not None:
-        interval = f" ({100 * point.low:.1f} to {100 * point.high:.1f})"
-    return f"{100 * point.accuracy:.1f} %{interval} {rules.after(point.step)}"
+def _result(point: rules.EvalPoint) -> str:
+    return f"{point.text}{point.interval and f' ({point.interval})'} {rules.after(point.step)}"
 
 
 def _no_signal(history: History) -> list[dict[str, Any]]:

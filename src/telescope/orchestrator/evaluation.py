@@ -220,7 +220,7 @@ class Evaluation:
         # Only baselines keep their items: a run of days has thousands of results.
         self.results.append(result if baseline is None else dataclasses.replace(result, by_item={}))
         self._record(plan, result, started_at, used)
-        self.status.components[component] = f"version {version}: accuracy {result.accuracy:.3f}{result.failures}"
+        self.status.components[component] = f"version {version}: {result.label} {result.accuracy:.3f}{result.failures}"
         if result.num_failed > self.config.environment_error_budget * plan.num_samples:
             first = f"; first: {single_line(failures[0])}" if failures else ""
             self._note_problem(
@@ -262,15 +262,16 @@ class Evaluation:
             "spans",
             {
                 "name": "eval", "component": "orchestrator", "step": version - 1, "start": started_at,
-                "end": time.time(), "attributes": {"eval": label, "accuracy": f"{result.accuracy:.4f}"},
+                "end": time.time(), "attributes": {"eval": label, result.label: f"{result.accuracy:.4f}"},
             },
         )  # fmt: skip
         logger.info(
-            "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
-            label, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature, result.seconds,
+            "eval %s at version %d: %s %.4f (%d of %d scored, temperature %g, %.1f s)",
+            label, version, result.label, result.accuracy, result.num_scored, plan.num_samples, result.temperature,
+            result.seconds,
         )  # fmt: skip
         self.status.report(
-            f"{label} at version {version}: accuracy {result.accuracy:.3f}"
+            f"{label} at version {version}: {result.label} {result.accuracy:.3f}"
             + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else "")
             + f" of {pluralize(result.num_items, 'item')}{result.failures}",
             "eval",
@@ -296,4 +297,5 @@ class Evaluation:
 
     def _point(self, result: EvalResult) -> EvalPoint:
         low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
-        return EvalPoint(self._named(result.name, result.number), result.version - 1, result.accuracy, low, high)
+        name, step = self._named(result.name, result.number), result.version - 1
+        return EvalPoint(name, step, result.accuracy, low, high, result.metric)

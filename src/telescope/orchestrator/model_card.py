@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from telescope import __version__
 from telescope.config.model_source import is_local_path
 from telescope.errors import RunError, UserError
+from telescope.evals.statistics import metric_label
 from telescope.record.charts import Point, line_chart
 from telescope.record.reader import Run, eval_names, is_run
 from telescope.weights.model_folder import ModelOrigin, read_origin
@@ -100,7 +101,7 @@ def model_card(
         parts += ["## Reward", f"![Mean training reward]({CHART})"]
         parts.append(_table(("step", "mean reward"), [(int(p.x), f"{p.y:.4g}") for p in chosen]))
     if evals := _evals(run, meta["step"], config):
-        columns = ("eval", "step", "accuracy", "95 % interval", "items", "completions", "failed")
+        columns = ("eval", "step", "metric", "mean", "95 % interval", "items", "completions", "failed")
         parts += ["## Evals", _table(columns, evals)]
     return "\n\n".join(parts) + "\n"
 
@@ -118,7 +119,7 @@ def _evals(run: Run | None, last_step: int, config: Mapping[str, Any]) -> list[t
     named = eval_names(config, rows)
     return [
         (
-            named(row["name"], row["number"]), row["version"], f"{row['accuracy']:.4f}",
+            named(row["name"], row["number"]), row["version"], metric_label(row["metric"]), f"{row['accuracy']:.4f}",
             "" if row["accuracy_low"] is None else f"{row['accuracy_low']:.4f} to {row['accuracy_high']:.4f}",
             row["num_items"], row["num_completions"],
             row["num_items"] * row["num_completions"] - row["num_scored"],

@@ -172,7 +172,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, or else of the first eval.
+    """The result of a run. `heldout_*` are results of the first eval with held-out items, or else of the first eval.
 
     `status` is `finished`, `stopped` (by the user) or `failed`. `seconds` covers the whole run, `training_seconds` the
     time from the first prompt to the last weight sync.
@@ -189,6 +189,8 @@ class RunSummary:
     """Steps since the run was started or continued. `seconds` and the rewards refer to these steps."""
     heldout_before: float | None = None
     heldout_after: float | None = None
+    heldout_metric: str | None = None
+    """Metric whose means they are: `correct` or `reward`."""
     heldout_temperature: float | None = None
     heldout_items: int | None = None
     heldout_failed: list[int] = field(default_factory=list)
@@ -266,6 +268,7 @@ def summarize(
         config_hash=config.hash, steps_of_attempt=len(status.history),
         heldout_before=before.accuracy if before else None,
         heldout_after=after.accuracy if after else None,
+        heldout_metric=headline.metric if headline else None,
         heldout_temperature=headline.temperature if headline else None,
         heldout_items=headline.num_items if headline else None,
         heldout_failed=[result.num_failed for result in (before, after) if result],
@@ -277,8 +280,8 @@ def summarize(
         model_dir=None if model_dir is None else str(model_dir),
         evals=[
             {
-                "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items,
-                "scored": r.num_scored, "failed": r.num_failed, "temperature": r.temperature,
+                "name": r.name, "version": r.version, "metric": r.metric, "accuracy": r.accuracy,
+                "items": r.num_items, "scored": r.num_scored, "failed": r.num_failed, "temperature": r.temperature,
                 "seconds": round(r.seconds, 3), "metrics": r.metrics, "completions_per_item": r.num_completions,
                 "accuracy_interval": r.estimate and [r.estimate.low, r.estimate.high],
                 "gain": r.gain and r.gain.mean, "gain_interval": r.gain and [r.gain.low, r.gain.high],

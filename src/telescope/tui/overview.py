@@ -106,10 +106,9 @@ def _health(found: dict[str, Any], width: int, most: int | None) -> Table:
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     table.columns[3].width = columns
     for name, points in found["evals"].items():
-        low, high = points[-1].low, points[-1].high
-        between = f"{100 * low:.1f} to {100 * high:.1f}" if low is not None and high is not None else ""
-        line = curve([point.accuracy for point in points], columns) or ""
-        table.add_row(Text(single_line(name), "bold"), f"{100 * points[-1].accuracy:.1f} %", "", line, between)
+        newest, line = points[-1], curve([point.accuracy for point in points], columns) or ""
+        metric = "" if newest.metric == "correct" else newest.metric
+        table.add_row(Text(single_line(name), "bold"), newest.text, Text(metric, "dim"), line, newest.interval)
     cells = found["health"]["cells"]
     if most is not None:  # the reward first, then cells that need attention
         cells = sorted(cells, key=lambda cell: cell["name"] != "reward" and not cell["attention"])[:most]

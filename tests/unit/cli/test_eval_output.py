@@ -48,6 +48,18 @@ def test_the_table_has_every_model_and_eval_and_what_went_wrong(outcome, capsys)
     assert [line.split()[-1] for line in out.splitlines() if "math500#0" in line] == ["3", "3"]
 
 
+def test_an_eval_of_the_reward_is_not_called_accuracy(outcome, capsys, tmp_path):
+    for each in outcome.results:
+        each.results[2] = replace(each.results[2], metrics={"reward": 1.2})
+    print_outcome(outcome, Path("accuracy.svg"))
+    out = capsys.readouterr().out
+    assert "accuracy or reward" in out and out.count("wordle, reward") == out.count("math500#0, accuracy") == 2
+    for each in outcome.results:
+        del each.results[:2]
+    _write_plot(outcome, tmp_path / "plot.svg")
+    assert "Reward, with 95 % intervals" in (tmp_path / "plot.svg").read_text()
+
+
 def test_an_interval_without_width_is_not_shown(outcome, capsys):
     results = outcome.results[1].results
     results[0] = replace(results[0], gain=Estimate(0.0, 0.0, 0.0, 10))

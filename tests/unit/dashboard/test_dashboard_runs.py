@@ -42,7 +42,7 @@ def test_the_list_has_the_newest_held_out_accuracy_of_a_live_run_and_its_best_ch
         for version, accuracy in ((0, 0.1), (10, 0.4), (20, 0.3)):
             row = {"step": version - 1, "version": version, "source": "live"}
             recorder.write("evals", {**row, "eval_id": f"a{version}", "number": 0, "name": "train", "accuracy": 0.9})
-            held_out = {"number": 1, "name": "test", "held_out": True, "accuracy": accuracy}
+            held_out = {"number": 1, "name": "test", "held_out": True, "accuracy": accuracy, "metric": "reward"}
             recorder.write("evals", {**row, "eval_id": f"b{version}", **held_out})
             (recorder.files.checkpoints / f"step_{version}").mkdir(parents=True)
         later = {"eval_id": "c", "step": 29, "version": 30, "source": "standalone", "name": "test", "accuracy": 1.0}
@@ -51,6 +51,7 @@ def test_the_list_has_the_newest_held_out_accuracy_of_a_live_run_and_its_best_ch
         (row,) = client_of(tmp_path).get("/api/runs").json()["runs"]
     shown = (row["live"], row["heldout_before"], row["heldout_after"], row["heldout_step"], row["best_checkpoint"])
     assert shown == (True, pytest.approx(0.1), pytest.approx(0.3), 20, 10)
+    assert row["metrics"] == {"eval.test": "reward", "heldout": "reward"}
 
 
 def test_a_run_shows_config_user_choices_attempts_and_environments(client):

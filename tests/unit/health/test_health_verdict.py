@@ -39,6 +39,12 @@ def test_evals_are_the_outcome_and_groups_without_signal_are_named_from_a_third(
     assert only["text"] == "countdown: 17.8 % (15.0 to 21.0) before training."
 
 
+def test_an_eval_of_the_reward_is_no_share() -> None:
+    points = (EvalPoint("code", -1, 1.2, 1.1, 1.3, "reward"), EvalPoint("code", 59, -0.5, metric="reward"))
+    (only, _) = verdict.verdict(history({rules.NO_SIGNAL: [0.0] * 60}, points), [], State("live"))
+    assert only["text"] == f"code, reward: 1.200 (1.100 to 1.300) before training, {rules.MINUS}0.500 after 60 steps."
+
+
 @pytest.mark.parametrize(("name", "changed"), [
     ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.5, 1e-4, 1e-4]}),
     ("truncated", {rules.TRUNCATED: [90.0] * 10}), ("reward", {rules.REWARD: [0.05] * 10}),

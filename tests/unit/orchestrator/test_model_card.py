@@ -79,7 +79,10 @@ def test_the_whole_folder_is_uploaded_with_a_card(checkpoint, calls, tmp_path):
     assert "| `learning_rate` | 1e-06 |" in card
     assert "`top_p`" not in card
     assert "| 1 | 0 |\n| 2 | 0.125 |\n| 3 | 0.25 |\n" in card, "the steps of the checkpoint and no later one"
-    assert "| math500 | 0 | 0.0000 | 0.0000 to 0.5000 | 40 | 4 | 2 |\n| math500 | 2 | 0.1250 |" in card
+    assert (
+        "| math500 | 0 | accuracy | 0.0000 | 0.0000 to 0.5000 | 40 | 4 | 2 |\n| math500 | 2 | accuracy | 0.1250 |"
+        in card
+    )
     assert "| math500 | 5" not in card
     xml.etree.ElementTree.parse(folder / "reward.svg")
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 
+from telescope.cli.train import print_summary
 from telescope.evals.runner import EvalResult
 from telescope.evals.statistics import Estimate
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, StepSummary, summarize
@@ -49,6 +51,13 @@ def test_the_sentence_counts_steps_and_says_which_ones_its_seconds_are_of(
     steps: int, status: Any, sentence: str
 ) -> None:
     assert replace(summary_of(), status=status, steps=steps).sentence == sentence
+
+
+@pytest.mark.parametrize(("metrics", "label"), [({"correct": 0.5}, "accuracy"), ({"reward": 1.2}, "reward")])
+def test_the_closing_lines_name_the_metric_of_the_eval(metrics: dict[str, float], label: str, capsys: Any) -> None:
+    summary = summary_of([replace(result(version, 0.5), metrics=metrics) for version in (0, 100)])
+    print_summary(summary, Console(width=200))
+    assert f"held-out {label} " in capsys.readouterr().out
 
 
 def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:

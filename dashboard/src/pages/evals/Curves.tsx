@@ -4,7 +4,7 @@ import { useMemo } from "react";
 import { Chart } from "../../charts/Chart";
 import type { Band, Line } from "../../charts/props";
 import { nearest } from "../../charts/math";
-import { number, percent } from "../../format";
+import { number, percent, resultFormat } from "../../format";
 import { COLORS, useRunColors } from "../../state/colors";
 import { curveOf, useEvalsOf, useRunId, useRuns } from "../../state/run";
 import { type Range, setParams, useOthers } from "../../state/url";
@@ -42,7 +42,8 @@ export function Curve({ name, curve, range }: { name: string; curve: EvalRow[]; 
     });
   }, [curve, mine, name, runs, run, colors, range?.from, range?.to, others.join(), ...theirs]);
   const x = useMemo(() => curve.map((row) => row.version), [curve]);
-  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(x[nearest(x, version)]) })} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
+  const { isShare, label, value } = resultFormat(curve[0]?.metric);
+  return <Chart title={label[0]!.toUpperCase() + label.slice(1)} unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} onPick={(version) => setParams({ after: String(x[nearest(x, version)]) })} low={isShare ? 0 : undefined} format={(one) => value(one)} tickFormat={isShare ? wholePercent : undefined} right={lines.length > 1 ? 90 : 12} />;
 }
 
 interface PassesProps {

@@ -5,7 +5,7 @@ import { runPath } from "../../api";
 import { embedded } from "../../embedded";
 import { wilson } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
-import { count, duration, NONE, number, percent } from "../../format";
+import { count, duration, NONE, percent, resultFormat } from "../../format";
 import { Failure, Quiet, Reading } from "../../shell/Quiet";
 import { neighbor } from "../../lists";
 import { Select } from "../../shell/controls";
@@ -80,7 +80,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
           ))}
         </section>
         {curve.length > 1 && <Checkpoints curve={curve} before={before} after={after} />}
-        {items.length > 0 && <Slices items={items} />}
+        {items.length > 0 && <Slices items={items} metric={after?.metric} />}
         {(isRead || !after) && <EveryEval rows={mine} />}
       </aside>
       <section className="middle">
@@ -132,14 +132,14 @@ function EvalLine({ name, rows, range, on }: { name: string; rows: EvalRow[]; ra
         </span>
       </span>
       <Spark values={curve.map((row) => row.accuracy)} height={24} keep={0} raw={false} />
-      <b className="r">{percent(last?.accuracy)}</b>
+      <b className="r">{resultFormat(last?.metric).value(last?.accuracy)}</b>
     </button>
   );
 }
 
 function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: EvalRow; after?: EvalRow }) {
   const choose = (side: "before" | "after", row: EvalRow | undefined) => (
-    <Select label={`Checkpoint ${side}`} value={row?.version} options={curve.map((one) => [one.version, `${one.version} steps, ${percent(one.accuracy)}`])} choose={(next) => setParams({ [side]: next })} />
+    <Select label={`Checkpoint ${side}`} value={row?.version} options={curve.map((one) => [one.version, `${one.version} steps, ${resultFormat(one.metric).value(one.accuracy)}`])} choose={(next) => setParams({ [side]: next })} />
   );
   return (
     <section className="sec">
@@ -156,8 +156,11 @@ function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: Eval
   );
 }
 
-function Slices({ items }: { items: Item[] }) {
+function Slices({ items, metric }: { items: Item[]; metric?: string | null }) {
   const slices = useMemo(() => slicesOf(items), [items]);
+  const { isShare, value } = resultFormat(metric);
+  const ends = isShare ? [] : slices.flatMap((slice) => pairedDifference(slice.items) ?? []).flatMap((result) => [result.before, result.after]);
+  const [from, to] = [Math.min(0, ...ends), Math.max(1, ...ends)];
   return (
     <section className="sec">
       <h2>
@@ -166,14 +169,15 @@ function Slices({ items }: { items: Item[] }) {
       {slices.map((slice) => {
         const result = pairedDifference(slice.items);
         if (!result) return null;
-        const [low, high] = wilson(result.after, result.items);
-        const at = (share: number) => `${100 * share}%`;
+        const [low, high] = isShare ? wilson(result.after, result.items) : [result.after, result.after];
+        const width = (part: number) => `${(100 * part) / (to - from)}%`;
+        const at = (place: number) => width(place - from);
         return (
-          <div key={slice.name} className="sl" title={`${percent(result.before)} to ${percent(result.after)}`}>
+          <div key={slice.name} className="sl" title={`${value(result.before)} to ${value(result.after)}`}>
             <span className="cut">{visible(slice.name)}</span>
             <span className="track">
-              <i className="range" style={{ left: at(low), width: at(high - low) }} />
-              <i className="move" style={{ left: at(Math.min(result.before, result.after)), width: at(Math.abs(result.gain)) }} />
+              <i className="range" style={{ left: at(low), width: width(high - low) }} />
+              <i className="move" style={{ left: at(Math.min(result.before, result.after)), width: width(Math.abs(result.gain)) }} />
               <i className="from" style={{ left: at(result.before) }} />
               <i className="to" style={{ left: at(result.after) }} />
             </span>
@@ -184,20 +188,20 @@ function Slices({ items }: { items: Item[] }) {
       <div className="sl s f">
         <span />
         <span className="scale">
-          <span>0</span>
-          <span>100 %</span>
+          <span>{isShare ? 0 : value(from)}</span>
+          <span>{value(to, isShare ? 0 : 3)}</span>
         </span>
         <span />
       </div>
-      <p className="s f">Hollow before, filled after, with its interval.</p>
+      <p className="s f">Hollow before, filled after{isShare && ", with its interval"}.</p>
     </section>
   );
 }
 
-const EVERY: Column<EvalRow>[] = [
+const everyEval = ({ label, points, value, bare }: ReturnType<typeof resultFormat>): Column<EvalRow>[] => [
   { head: "steps", cell: (row) => <>{count(row.version)}{row.source !== "live" && <span className="d"> later</span>}</> },
-  { head: "accuracy", className: "r", cell: (row) => (row.status === "finished" ? percent(row.accuracy) : <span className={row.status === "failed" ? "w" : "d"}>{row.status}</span>) },
-  { head: "± points", className: "r", cell: (row) => row.status === "finished" && <span className="d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : number(50 * (row.accuracy_high - row.accuracy_low), 1)}</span> },
+  { head: label, className: "r", cell: (row) => (row.status === "finished" ? value(row.accuracy) : <span className={row.status === "failed" ? "w" : "d"}>{row.status}</span>) },
+  { head: `±${points}`, className: "r", cell: (row) => row.status === "finished" && <span className="d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : bare((row.accuracy_high - row.accuracy_low) / 2)}</span> },
   { head: "took", className: "r", cell: (row) => <span className="d">{row.ended_at === null || row.started_at === null ? NONE : duration(row.ended_at - row.started_at)}</span> },
 ];
 
@@ -206,12 +210,10 @@ function EveryEval({ rows }: { rows: EvalRow[] }) {
   return (
     <section className="sec">
       <h2>Every eval</h2>
-      <Table rows={sorted} columns={EVERY} keyOf={(row) => `${row.attempt}/${row.eval_id}`} row={(row) => ({ title: visible(row.error ?? row.eval_id) })} />
+      <Table rows={sorted} columns={everyEval(resultFormat(rows.find((row) => row.metric)?.metric))} keyOf={(row) => `${row.attempt}/${row.eval_id}`} row={(row) => ({ title: visible(row.error ?? row.eval_id) })} />
     </section>
   );
 }
-
-const points = (share: number): string => number(100 * share, 1);
 
 interface VerdictProps {
   name: string;
@@ -228,6 +230,7 @@ interface VerdictProps {
 
 function Verdict({ name: eval_name, curve, first, range, before, after, items, isRead }: VerdictProps) {
   const name = visible(eval_name);
+  const { isShare, label, points, value, bare } = resultFormat(after?.metric);
   if (!before || !after)
     return (
       <div className="verdict">
@@ -238,7 +241,7 @@ function Verdict({ name: eval_name, curve, first, range, before, after, items, i
     return (
       <div className="verdict">
         <h1>
-          {percent(after.accuracy)} of {name} after {count(after.version)} steps.
+          {isShare ? `${value(after.accuracy)} of ${name}` : `The ${label} of ${name} is ${value(after.accuracy)}`} after {count(after.version)} steps.
         </h1>
         <p>{curve.length === 1 ? "A second eval, at another checkpoint, will show what changed." : "Choose two different checkpoints to see what changed."}</p>
       </div>
@@ -251,14 +254,14 @@ function Verdict({ name: eval_name, curve, first, range, before, after, items, i
   return (
     <div className="verdict">
       <h1>
-        {name} went from {percent(before.accuracy)} to {percent(after.accuracy)}
+        {isShare ? name : `The ${label} of ${name}`} went from {value(before.accuracy)} to {value(after.accuracy)}
         {result ? `: ${count(gained)} ${gained === 1 ? "item" : "items"} gained, ${count(lost)} lost.` : "."}
         {!isRead && <span style={{ visibility: "hidden" }}> 00 items gained, 00 lost.</span>}
       </h1>
       {shown && (
         <p>
-          The difference is <b>{points(shown.gain)}</b> points
-          {shown.low < shown.high ? `, 95 % interval ${points(shown.low)} to ${points(shown.high)} ${recorded ? "by the run's bootstrap" : "(normal)"} on the same` : " on each of the same"} {count(result?.items ?? after.num_items)} items.{" "}
+          The difference is <b>{bare(shown.gain)}</b>{points}
+          {shown.low < shown.high ? `, 95 % interval ${bare(shown.low)} to ${bare(shown.high)} ${recorded ? "by the run's bootstrap" : "(normal)"} on the same` : " on each of the same"} {count(result?.items ?? after.num_items)} items.{" "}
           {sure ? "" : "It may be chance: measure more items or answers. "}
           {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / (lost + right), 0)} are wrong now.` : ""}
         </p>

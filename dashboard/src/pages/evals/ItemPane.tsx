@@ -2,7 +2,7 @@
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef } from "react";
-import { count, number } from "../../format";
+import { count, number, resultFormat } from "../../format";
 import { usePlace } from "../../state/url";
 import type { EvalRow } from "../../types";
 import { inLine } from "../rollouts/conversation";
@@ -76,8 +76,8 @@ export function ItemPane({ items, why, current, before, after, choose }: ItemPan
                 <span className="cut">
                   <Plain text={inLine(item.prompt).slice(0, 80)} />
                 </span>
-                <Short answered={item.before} />
-                <Short answered={item.after} />
+                <Short row={before} answered={item.before} />
+                <Short row={after} answered={item.after} />
               </button>
             );
           })}
@@ -95,17 +95,19 @@ const SHORT = 24;
 
 const isShort = ({ before, after }: Item): boolean => [before, after].every(({ answers }) => answers.every(({ answer }) => clean(answer).length <= SHORT));
 
-function Short({ answered }: { answered: Answered }) {
+function Short({ row, answered }: { row: EvalRow; answered: Answered }) {
   const text = clean(answered.answers[0]?.answer ?? "");
+  const { isShare, value } = resultFormat(row.metric);
   return (
     <span className={`m cut ${isRight(answered) ? "" : "f"}`}>
-      {answered.answers.length > 1 ? `${number(100 * answered.score, 0)} % of ${answered.answers.length}` : <Plain text={text.slice(-60) || "(empty)"} />}
+      {answered.answers.length > 1 ? `${value(answered.score, isShare ? 0 : 3)}${isShare ? ` of ${answered.answers.length}` : ""}` : <Plain text={text.slice(-60) || "(empty)"} />}
     </span>
   );
 }
 
 function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
   const place = usePlace();
+  const { isShare } = resultFormat(row.metric);
   return (
     <div>
       <div className="s f">{row.version} steps</div>
@@ -115,7 +117,7 @@ function Answers({ row, answered }: { row: EvalRow; answered: Answered }) {
             <Plain text={clean(answer.answer).slice(0, CUT) || "(empty)"} />
           </div>
           <div className="d">
-            {answer.score === null ? "failed, counts as wrong" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
+            {answer.score === null ? "failed, counts as wrong" : !isShare || (answer.score > 0 && answer.score < 1) ? number(answer.score) : answer.score > 0 ? <b>right</b> : "wrong"}{" "}
             <a className="link" href={answerAddress(place, { ...answer, step: row.step, eval_name: row.eval_name })}>
               open
             </a>

@@ -91,7 +91,7 @@ export function allSections(names: string[]): Section[] {
 
 /** Returns the charts to begin with, of those that the runs have. */
 export function mainSections(names: string[]): Section[] {
-  const evals = names.filter((name) => /^eval\/[^/]+\/accuracy$/.test(name)).slice(0, 3);
+  const evals = names.filter((name) => /^eval\/[^/]+\/accuracy$/.test(name) || (/^eval\/[^/]+\/reward$/.test(name) && !names.includes(name.replace(/reward$/, "accuracy")))).slice(0, 3);
   const sample = names.filter((name) => name.startsWith("sample_metrics/") && statisticOf(name)?.statistic === "mean").slice(0, 8);
   const wanted: Section[] = [
     { title: "Learning", metrics: ["reward/all_groups/mean", "reward/total/mean", ...evals, "reward/gini_mean", ...sample] },

@@ -1,7 +1,7 @@
 /** Shows the outcome of a run: each eval from its first to its newest result, and the best checkpoint with the commands that use it. */
 
 import { embedded } from "../../embedded";
-import { number, percent, signed, unbroken } from "../../format";
+import { resultFormat, unbroken } from "../../format";
 import { CopyButton, Segments } from "../../shell/controls";
 import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
@@ -39,19 +39,21 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
   const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
   const when = newest.step < 0 ? "before training" : `${live ? "as of step" : "after step"} ${newest.step + 1}`;
   const Tag = first ? "h1" : "p";
-  const gain = newest.gain !== null && before !== newest ? `, gain ${signed(100 * newest.gain, 1)} points${newest.gain_low === newest.gain_high ? " on every item" : ` (${number(100 * (newest.gain_low ?? NaN), 1)} to ${number(100 * (newest.gain_high ?? NaN), 1)})`}` : "";
+  const { value, bare, change, label, suffix, points } = resultFormat(newest.metric);
+  const gain = newest.gain !== null && before !== newest ? `, gain ${change(newest.gain)}${points}${newest.gain_low === newest.gain_high ? " on every item" : ` (${bare(newest.gain_low)} to ${bare(newest.gain_high)})`}` : "";
   return (
-    <div title={`${visible(newest.metric ?? "reward")} of ${newest.num_items} items, with 95 % interval${gain}`}>
+    <div title={`${label} of ${newest.num_items} items, with 95 % interval${gain}`}>
       <a className="l cut" href={format(elsewhere(place, { page: "evals" }))}>
         {visible(curve.name)}
+        {suffix}
         {more > 0 ? `, ${more} more` : ""}
       </a>
       <Tag className="n">
-        {before !== newest && <span className="f">{percent(before.accuracy)} → </span>}
-        {percent(newest.accuracy)}
+        {before !== newest && <span className="f">{value(before.accuracy)} → </span>}
+        {value(newest.accuracy)}
       </Tag>
       <span className="s d">
-        {newest.accuracy_low !== null && newest.accuracy_high !== null && `${number(100 * newest.accuracy_low, 1)} to ${number(100 * newest.accuracy_high, 1)} %, `}
+        {newest.accuracy_low !== null && newest.accuracy_high !== null && `${bare(newest.accuracy_low)} to ${value(newest.accuracy_high)}, `}
         {when}
       </span>
     </div>
@@ -74,7 +76,7 @@ function Checkpoint({ info, steps, curve, live }: { info: RunInfo; steps: StepCo
       </span>
       <p className="n">
         {best ? `step ${best.step}` : info.final_model ? "final model" : "none"}
-        {measured && <span className="f">, {percent(best.accuracy)}</span>}
+        {measured && <span className="f">, {resultFormat(curve?.rows[0]?.metric).value(best.accuracy)}</span>}
         {best && !measured && curve && <span className="f">, not measured</span>}
       </p>
       {command ? (

@@ -35,7 +35,7 @@ export function bestCheckpoint(steps: StepColumns | null, kept: number[], curve:
   const all = checkpointMarks(steps, kept, written).map((mark) => ({ ...mark, accuracy: accuracies.get(mark.step) ?? null }));
   const here = all.filter((one) => one.kept);
   if (here.length === 0 && model !== null) return null;
-  const order = (one: Best) => one.accuracy ?? -1;
+  const order = (one: Best) => one.accuracy ?? -Infinity;
   return greatest((here.length ? here : all).toReversed(), order) ?? null;
 }
 

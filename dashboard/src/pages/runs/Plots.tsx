@@ -6,7 +6,7 @@ import { useSize } from "../../shell/size";
 import type { RunRow } from "../../types";
 import { visible } from "../../text/hostile";
 import { type Axis, axisOf } from "./axis";
-import type { Column } from "./columns";
+import { type Column, measured } from "./columns";
 
 interface Shared {
   runs: RunRow[];
@@ -20,10 +20,10 @@ const BELOW = 44;
 const LONGEST = 18;
 
 const short = (text: string) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
-const write = (column: Column) => (value: number) => column.write?.(value) ?? setting(value);
+const write = (column: Column, run?: RunRow) => (value: number) => column.write?.(value, run) ?? setting(value);
 const textOf = (column: Column, run: RunRow): string => {
   const value = column.value(run);
-  return value === null ? "none" : typeof value === "number" ? write(column)(value) : value;
+  return value === null ? "none" : typeof value === "number" ? write(column, run)(value) : value;
 };
 
 /** A plot below a line of text about the run under the pointer or focus, or else about all runs. */
@@ -46,7 +46,7 @@ function Plot({ words, choices, draw }: { words: ReactNode; choices: ReactNode; 
 
 export function Scatter({ runs, x, y, choices, colorOf, hrefOf }: Shared & { x: Column; y: Column; choices: ReactNode }) {
   const [at, setAt] = useState<string | null>(null);
-  const [across, up] = [axisOf(runs.map(x.value), write(x)), axisOf(runs.map(y.value), write(y))];
+  const [across, up] = [axisOf(runs.map(x.value), write(x, measured(x, runs))), axisOf(runs.map(y.value), write(y, measured(y, runs)))];
   const points = runs.flatMap((run) => {
     const [left, bottom] = [across.place(x.value(run)), up.place(y.value(run))];
     return left === null || bottom === null ? [] : [{ run, left, bottom }];
@@ -117,7 +117,7 @@ const RAMP = ["--r2", "--r3", "--r4"];
 export function Parallel({ runs, columns, choices, hrefOf }: Omit<Shared, "colorOf"> & { columns: Column[]; choices: ReactNode }) {
   const [at, setAt] = useState<string | null>(null);
   const outcome = columns.at(-1)!;
-  const axes = columns.map((column) => ({ column, axis: axisOf(runs.map(column.value), write(column)) }));
+  const axes = columns.map((column) => ({ column, axis: axisOf(runs.map(column.value), write(column, measured(column, runs))) }));
   const last = axes.at(-1)!.axis;
   const colorOf = (run: RunRow) => {
     const place = last.place(outcome.value(run));

@@ -5,7 +5,7 @@ import type { ReactNode } from "react";
 import { csv } from "../../charts/export";
 import { meanOf } from "../../charts/math";
 import { Spark } from "../../charts/Spark";
-import { count, difference, duration, megabytes, moment, NONE, number, percent, setting, signed, statusClass, statusWord } from "../../format";
+import { count, difference, duration, megabytes, moment, NONE, number, resultFormat, setting, statusClass, statusWord } from "../../format";
 import type { Option } from "../../shell/Chooser";
 import type { Sortable } from "../../state/groups";
 import type { Field, RemoteCopy, RunRow } from "../../types";
@@ -21,12 +21,12 @@ export interface Column {
   right: boolean;
   value: (run: RunRow) => Sortable;
   show: (run: RunRow) => ReactNode;
-  /** Writes one of its values, on an axis too. */
-  write?: (value: number) => string;
+  /** Writes one of its values, on an axis too; `run` has the metric of an eval's. */
+  write?: (value: number, run?: RunRow) => string;
   /** Whether runs of a group have the mean of its values. */
   averaged?: boolean;
   /** Formats a difference to the baseline. Only outcomes have it. */
-  difference?: (value: number) => string;
+  difference?: (value: number, run: RunRow) => string;
   /** Shows it for several runs. */
   together?: (runs: RunRow[]) => ReactNode;
 }
@@ -39,20 +39,22 @@ const shortModel = (model: string | null): string => model?.split("/").filter(Bo
 
 const text = (id: string, title: string, value: (run: RunRow) => string): Column => ({ id, title, right: false, value: (run) => value(run) || null, show: (run) => visible(value(run)) || NONE });
 
-const quantity = (id: string, title: string, value: (run: RunRow) => number | null, write: (value: number) => string): Column => ({
+const quantity = (id: string, title: string, value: (run: RunRow) => number | null, write: (value: number, run?: RunRow) => string): Column => ({
   id,
   title,
   right: true,
   value,
   show: (run) => {
     const known = value(run);
-    return known === null ? NONE : write(known);
+    return known === null ? NONE : write(known, run);
   },
   write,
   averaged: true,
 });
 
-const points = (share: number): string => signed(100 * share, 1);
+/** Writes results of evals, and differences of them, by the metric that the run has for `heldout` or `eval.NAME`. */
+const resultOf = (id: string) => (value: number, run?: RunRow): string => resultFormat(run?.metrics[id]).value(value);
+const changeOf = (id: string) => (value: number, run?: RunRow): string => resultFormat(run?.metrics[id]).change(value);
 
 /** Returns how many of the runs are in each state: `2 training, 1 failed`. */
 function states(runs: RunRow[]): string {
@@ -85,14 +87,16 @@ function Steps({ run }: { run: RunRow }) {
   );
 }
 
-/** Shows the first and newest held-out accuracy, and the step of the newest if the run has trained further. */
+/** Shows the first and newest held-out result, and the step of the newest if the run has trained further. */
 function HeldOut({ run }: { run: RunRow }) {
   const { heldout_before: before, heldout_after: after, heldout_step: step } = run;
   if (before === null && after === null) return NONE;
+  const { value, suffix } = resultFormat(run.metrics.heldout);
   return (
     <span className="headline">
-      {after !== null && before !== null && <span className="f">{percent(before)} → </span>}
-      <b>{percent(after ?? before)}</b>
+      {after !== null && before !== null && <span className="f">{value(before)} → </span>}
+      <b>{value(after ?? before)}</b>
+      {suffix && <span className="f s">{suffix}</span>}
       {(run.live || (step !== null && step < run.steps)) && <span className="f s"> as of step {count(after === null ? 0 : step)}</span>}
     </span>
   );
@@ -111,7 +115,7 @@ function Reward({ run }: { run: RunRow }) {
 const OWN: Column[] = [
   { ...text("status", "state", (run) => run.status), show: (run) => <State run={run} />, together: states },
   {
-    ...quantity("started_at", "started", (run) => run.started_at, moment),
+    ...quantity("started_at", "started", (run) => run.started_at, (time) => moment(time)),
     right: false,
     averaged: false,
     together: (runs) => moment(Math.max(...runs.map((run) => run.started_at ?? 0)) || null),
@@ -119,10 +123,10 @@ const OWN: Column[] = [
   quantity("duration", "took", (run) => run.duration, duration),
   { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
   { ...quantity("reward", "reward", (run) => run.reward_last, (value) => number(value, 3)), difference, show: (run) => <Reward run={run} />, hint: "mean of all scored samples, first 10 steps → last 10; runs of earlier versions have that of the samples trained on" },
-  { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)), difference: points, show: (run) => <HeldOut run={run} />, hint: "accuracy of the first eval with held-out items, before training → newest" },
-  quantity("gain", "gain, points", gain, points),
-  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), averaged: false, hint: "the existing checkpoint with the highest held-out accuracy" },
-  { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out accuracy" },
+  { ...quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, resultOf("heldout")), difference: changeOf("heldout"), show: (run) => <HeldOut run={run} />, hint: "result of the first eval with held-out items, before training → newest" },
+  { ...quantity("gain", "gain", gain, changeOf("heldout")), hint: "newest minus first held-out result; of accuracies in percentage points" },
+  { ...quantity("checkpoint", "best saved", (run) => run.best_checkpoint, (value) => `step ${count(value)}`), averaged: false, hint: "the existing checkpoint with the highest held-out result" },
+  { ...quantity("heldout_step", "held out at step", (run) => run.heldout_step, (value) => number(value)), hint: "finished steps of the newest held-out result" },
   text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
   { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={visible(run.model ?? "")}>{visible(shortModel(run.model))}</span> },
   text("environments", "environments", (run) => run.environments.join(", ")),
@@ -132,7 +136,7 @@ const OWN: Column[] = [
 ];
 
 const KINDS: [prefix: string, section: string][] = [
-  ["eval.", "Evals, newest accuracy"],
+  ["eval.", "Evals, newest result"],
   ["config.", "Settings"],
   ["last.", "Metrics, mean of the last 10 steps"],
 ];
@@ -143,7 +147,7 @@ function fieldColumn(id: string): Column {
   const title = id.slice(prefix.length);
   const raw = (run: RunRow): unknown => run.fields[id] ?? null;
   const asNumber = (run: RunRow): number | null => (typeof raw(run) === "number" ? (raw(run) as number) : null);
-  if (prefix === "eval.") return { ...quantity(id, title, asNumber, (value) => percent(value)), difference: points };
+  if (prefix === "eval.") return { ...quantity(id, title, asNumber, resultOf(id)), difference: changeOf(id) };
   if (prefix === "last.") return { ...quantity(id, title, asNumber, (value) => number(value)), difference };
   const one = (run: RunRow): Sortable => {
     const value = raw(run);
@@ -177,10 +181,14 @@ export function columnOptions(fields: Field[], tags: Column): Option[] {
   return [...own, ...rest];
 }
 
+/** Returns the first run with a value, whose metric writes what several runs share. */
+export const measured = (column: Column, runs: RunRow[]): RunRow | undefined => runs.find((run) => column.value(run) !== null);
+
 /** Returns what a column shows for several runs: their mean and 95 % interval, or what they share. */
 export function shown(column: Column, runs: RunRow[]): ReactNode {
   if (column.together) return column.together(runs);
-  const { averaged, write = setting } = column;
+  const { averaged } = column;
+  const write = (value: number) => (column.write ?? setting)(value, measured(column, runs));
   if (averaged) {
     const mean = meanOf(runs.map((run) => column.value(run) as number | null));
     if (mean === null) return NONE;
@@ -200,7 +208,7 @@ export function shown(column: Column, runs: RunRow[]): ReactNode {
 /** Returns how an outcome differs from the baseline's, with its sign; null where one of them is missing. */
 export function fromBaseline(column: Column, run: RunRow, baseline: RunRow): string | null {
   const [value, base] = [column.value(run), column.value(baseline)];
-  return column.difference && typeof value === "number" && typeof base === "number" ? column.difference(value - base) : null;
+  return column.difference && typeof value === "number" && typeof base === "number" ? column.difference(value - base, run) : null;
 }
 
 /** Returns the table as CSV with unrounded values, in the order of the runs. */

@@ -37,7 +37,7 @@ const OWN: Record<string, (run: RunRow) => unknown> = {
   gain: (run) => gain(run),
 };
 
-/** Returns how much the held-out accuracy grew, from 0 to 1; null if it was not measured twice. */
+/** Returns how much the held-out result grew; null if it was not measured twice. */
 export const gain = (run: RunRow): number | null =>
   run.heldout_before === null || run.heldout_after === null ? null : run.heldout_after - run.heldout_before;
 
