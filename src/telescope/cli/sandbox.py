@@ -5,17 +5,18 @@ import asyncio
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from telescope.cli.main import CommandParser
 from telescope.cli.query import choose_runs
 from telescope.cli.runs import add_root
-from telescope.errors import UserError
+from telescope.errors import ConfigError, UserError
 from telescope.orchestrator.conversion import config_of_run
 from telescope.sandbox import SandboxCommandTimeoutError, SandboxConfig, SandboxError, SandboxHandle, get_provider
-from telescope.sandbox.base import PROVIDERS, provider_class
-from telescope.sandbox.ledger import reap
+from telescope.sandbox.base import PROVIDERS, provider_arguments, provider_class
+from telescope.sandbox.ledger import SandboxLedger, reap
 from telescope.utils.text import plain
 
 COMMAND_SECONDS = 600.0
@@ -70,8 +71,13 @@ def run_reap(arguments: argparse.Namespace) -> int:
             if arguments.run:
                 raise UserError(f"{str(run.files.run_dir)!r} is live, and reaps its sandboxes itself when it ends.")
             continue
-        providers = {name: dict[str, Any]() for name in arguments.provider} | _provider_kwargs(run.files.run_dir)
-        destroyed = asyncio.run(reap(run.files.run_dir, providers, problems.append))
+        folder = run.files.run_dir
+        providers = {name: dict[str, Any]() for name in arguments.provider}
+        try:
+            providers |= _recorded_arguments(folder, arguments.provider)
+        except ConfigError as error:  # the sandboxes may need no arguments
+            problems.append(f"{run.label}: {error}")
+        destroyed = asyncio.run(reap(folder, providers, problems.append))
         total += len(destroyed)
         if destroyed:
             print(plain(f"{run.label}: {len(destroyed)} sandboxes destroyed: {', '.join(destroyed)}"))
@@ -82,11 +88,13 @@ def run_reap(arguments: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def _provider_kwargs(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Returns the `provider_kwargs` of a run's environments by provider. They may contain its key."""
-    config = config_of_run(run_dir)
-    given = [entry.get("kwargs") or {} for entry in (*(config.get("environments") or ()), *(config.get("evals") or ()))]
-    return {str(kwargs.get("provider")): kwargs["provider_kwargs"] for kwargs in given if kwargs.get("provider_kwargs")}
+def _recorded_arguments(run_dir: Path, named: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the `provider_kwargs` in a run's config of the providers that are `named` or in its ledger."""
+    used = {PROVIDERS.get(name, name) for name in named} | {row.get("made_by") for row in SandboxLedger(run_dir).rows()}
+    config = config_of_run(run_dir) if used else {}
+    entries = (*(config.get("environments") or ()), *(config.get("evals") or ()))
+    found = provider_arguments(entry.get("kwargs") or {} for entry in entries)
+    return {name: kwargs for name, kwargs in found.items() if PROVIDERS.get(name, name) in used}
 
 
 async def run_shell(arguments: argparse.Namespace) -> int:

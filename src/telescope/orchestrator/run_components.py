@@ -51,7 +51,7 @@ from telescope.rollout.request_slots import slots_per_server
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.stops import Stops
 from telescope.rollout.trial import notices_of
-from telescope.sandbox.base import PROVIDERS
+from telescope.sandbox.base import provider_arguments
 from telescope.sandbox.ledger import reap
 from telescope.utils.process import start_daemon_thread
 from telescope.weights.probe import probe_text
@@ -146,11 +146,7 @@ async def start_components(
 
     status.phase = "loading environments"
     keys = environment_keys(config, with_training=with_trainer)
-    providers = {
-        name: spec.kwargs.get("provider_kwargs") or {}
-        for spec in keys.specs
-        if (name := str(spec.kwargs.get("provider"))) in PROVIDERS or "." in name  # not one of models
-    }
+    providers = provider_arguments(spec.kwargs for spec in keys.specs)
     await _reap_sandboxes(directory, providers)  # sandboxes of an attempt that was killed
     stack.push_async_callback(_reap_sandboxes, directory, providers)
     group = RolloutGroup(config, keys.specs, directory.path, cluster, directory.recorder.write)

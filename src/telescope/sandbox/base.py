@@ -13,7 +13,7 @@ import math
 import pkgutil
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -206,6 +206,17 @@ PROVIDERS = {
     "e2b": "telescope.sandbox.e2b.E2BSandboxProvider",
 }
 """Class of each provider that is part of Telescope."""
+
+
+def provider_arguments(environments: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the `provider_kwargs` by provider that environments with these arguments use. They may contain a key."""
+    found: dict[str, dict[str, Any]] = {}
+    for kwargs in environments:
+        given = kwargs.get("provider_kwargs") or {}
+        name = str(kwargs.get("provider") or ("local" if given else ""))
+        if name in PROVIDERS or "." in name:  # not one of models
+            found[name] = found.get(name, {}) | given
+    return found
 
 
 def provider_class(name: str | None = None) -> type[SandboxProvider]:

@@ -14,6 +14,7 @@ from telescope.config import TelescopeConfig
 from telescope.errors import UserError
 from telescope.orchestrator import run_components
 from telescope.sandbox import SandboxHandle, SandboxImagePullError
+from telescope.sandbox.base import provider_arguments
 from telescope.sandbox.ledger import SandboxLedger
 
 SERVICE = f"{Service.__module__}.{Service.__qualname__}"
@@ -77,6 +78,31 @@ def test_the_command_takes_the_arguments_of_a_provider_from_the_configuration_of
     (run.path.parent / "config.yaml").write_text(json.dumps(config))
     assert main(["sandbox", "reap", str(run.path.parent)]) == 0
     assert not Service.alive
+
+
+@pytest.mark.parametrize("kwargs", [
+    {"provider_kwargs": {"key": "k"}},  # of `local`, which takes none and which this run has not used
+    {"provider": "openai", "provider_kwargs": {"key": "k"}},  # a provider of models
+])  # fmt: skip
+def test_the_command_searches_only_at_providers_of_sandboxes_that_the_run_used(
+    run: SandboxLedger, capsys: pytest.CaptureFixture[str], kwargs: dict[str, object]
+):
+    (run.path.parent / "config.yaml").write_text(json.dumps({"environments": [{"name": "mine", "kwargs": kwargs}]}))
+    assert main(["sandbox", "reap", str(run.path.parent)]) == 0
+    assert not Service.alive and not capsys.readouterr().err
+
+
+def test_arguments_without_a_provider_are_of_the_default_one():
+    assert provider_arguments([{"provider_kwargs": {"key": "k"}}, {}, {"provider": "e2b"}, {"provider": "openai"}]) == {
+        "local": {"key": "k"}, "e2b": {}}  # fmt: skip
+
+
+def test_a_run_whose_config_is_broken_is_named_and_reaped(run: SandboxLedger, capsys: pytest.CaptureFixture[str]):
+    (run.path.parent / "config.yaml").write_text("[")
+    assert main(["sandbox", "reap", "--root", str(run.path.parent.parent)]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("killed: ") and "config.yaml" in output.err
+    assert not Service.alive and "service noted" in output.out
 
 
 def test_a_provider_that_fails_is_named_and_the_command_fails(
