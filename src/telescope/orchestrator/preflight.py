@@ -405,8 +405,9 @@ def check_ports(config: TelescopeConfig) -> str:
     """Checks that the servers' ports are free on this machine, or that a run would choose others (`fit_to_machine`)."""
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
     base, count = config.inference_base_port, config.num_inference_servers
-    if "inference_base_port" not in config.user_set and (free := free_block(host, count, base)) not in (None, base):
-        return f"{base} is in use; a run takes {free}"
+    if "inference_base_port" not in config.user_set and (free := free_block(LOOPBACK, count, base)) not in (None, base):
+        taken = f"{base} is" if count == 1 else f"a port from {base} to {base + count - 1} is"
+        return f"{taken} in use; a run takes {free}"
     for server in range(count):
         require_port(host, base + server, server=server, num_servers=count)
     return f"{base} is free"

@@ -42,7 +42,7 @@ def test_the_port_of_a_later_server_in_use_is_named_beside_the_base_port(monkeyp
 
 def test_a_default_port_in_use_is_no_problem_because_a_run_takes_another(monkeypatch):
     monkeypatch.setattr(machine, "listen_problem", lambda host, port: machine.IN_USE if port == 8101 else None)
-    assert preflight.check_ports(config()) == "8100 is in use; a run takes 8200"
+    assert preflight.check_ports(config()) == "a port from 8100 to 8101 is in use; a run takes 8200"
 
 
 def test_ports_on_another_cluster_are_not_judged_from_here():
