@@ -339,8 +339,9 @@ def test_a_chat_template_may_be_a_file_whose_content_the_run_keeps(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "problem"), [
-    (None, "it is no Jinja2 template, and no such file can be read (No such file or directory)"),
-    ("user:", "that file has no Jinja2 template"),
+    (None, "it has no {{ or {% and is read as a file, which cannot be read (No such file or directory). Set a"),
+    ("user:", "that file has no {{ or {%."),
+    ('{"chat_template": null}', "that file has no {{ or {%."),
 ])  # fmt: skip
 def test_a_chat_template_that_is_neither_text_nor_a_file_is_refused(tmp_path, content, problem):
     file = tmp_path / "chat.jinja"

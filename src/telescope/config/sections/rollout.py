@@ -11,17 +11,24 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def _read_template(text: str) -> str:
-    """Returns the template in the file that `text` names. A text with a brace is a template itself."""
-    if "{" in text:
+    """Returns the template in the file that `text` names, or `text` if it is a template itself."""
+    if _is_template(text):
         return text
     try:
         template = Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"it is no Jinja2 template, and no such file can be read ({problem}); name a file") from None
-    if "{" not in template:
-        raise ValueError("that file has no Jinja2 template, which has {{ ... }} or {% ... %}; name another one")
+        raise ValueError(
+            f"it has no {{{{ or {{% and is read as a file, which cannot be read ({problem}). Set a template, or the "
+            "path of a file with one"
+        ) from None
+    if not _is_template(template):
+        raise ValueError("that file has no {{ or {%. Set a Jinja2 template, or the path of a file with one")
     return template
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 class InferenceSection(Section, title="Inference Server"):
@@ -60,7 +67,8 @@ class InferenceSection(Section, title="Inference Server"):
     """Pass enable_thinking=True to apply_chat_template() for models with native thinking support."""
     chat_template: Annotated[Text, AfterValidator(_read_template)] | None = None
     """Jinja2 chat template, or the path of a file with one, in place of the tokenizer's. Required for base models whose
-    tokenizer has none. A file is read once: `config.yaml` of the run has its content."""
+    tokenizer has none. A path is relative to the working directory. The file is read once: `config.yaml` of the run
+    has its content."""
     vllm_tool_call_parser: Text | None = None
     """vLLM's tool-call parser of the OpenAI-compatible API, such as `hermes`. Null: none. Rollouts do not go through
     it: `ToolEnvironment` reads the calls."""
