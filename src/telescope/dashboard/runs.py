@@ -128,12 +128,14 @@ def checkpoints_of(files: RunFiles) -> list[int]:
 
 
 def _written(store: RunStore) -> list[int] | None:
-    """Returns the checkpoints that an ended run has written, without superseded ones. None without recorded spans."""
+    """Returns the checkpoints that an ended run has written, without superseded ones. None without their spans."""
     end = store.run.num_rows("spans")
     if store.run.status == "live" or not end:
         return None  # the metrics of its steps tell it meanwhile, all but the one at the end
     where = "component = 'orchestrator' AND name = 'checkpoint' AND step IS NOT NULL"
     rows = store.kept("written", end, lambda: store.aggregate("spans", "attempt, step", "attempt, step", where))
+    if not rows:
+        return None  # they may have been dropped
     cut = store.run.cutoffs()
     return sorted({row["step"] for row in rows if row["step"] <= cut.get(row["attempt"], math.inf)})
 

@@ -82,6 +82,15 @@ def test_a_copy_without_checkpoints_knows_which_the_ended_run_has_written(tmp_pa
     assert client.get("/api/runs/run").json()["written"] == [4, 8, 14]
 
 
+def test_an_ended_run_without_spans_of_checkpoints_leaves_them_to_its_metrics(tmp_path):
+    with Recorder(tmp_path / "run", attempt=1) as recorder:
+        info = begin_run(recorder, name="run", config_hash="c", config_json="{}", first_step=0, num_steps=4)
+        recorder.write("spans", {"component": "trainer", "name": "step", "step": 3, "start": 1.0, "end": 2.0})
+        recorder.flush()
+        end_run(recorder, info, "finished", config_json="{}")
+    assert client_of(tmp_path).get("/api/runs/run").json()["written"] is None
+
+
 def test_the_parts_of_a_model_add_up_to_its_parameters():
     shapes = [ModelShape.from_config(CONFIG), known_shape("Qwen/Qwen3-30B-A3B"), known_shape("Qwen/Qwen2.5-7B")]
     for shape in shapes:
