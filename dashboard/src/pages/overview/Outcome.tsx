@@ -7,7 +7,7 @@ import { useEvals, useStatus } from "../../state/run";
 import { elsewhere, format, useParam, usePlace } from "../../state/url";
 import type { RunInfo, Sentence, StepColumns } from "../../types";
 import { visible } from "../../text/hostile";
-import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve, whyNone } from "./outcome";
+import { bestCheckpoint, commandsOf, curvesOf, type EvalCurve, gainText, whyNone } from "./outcome";
 
 /** Number of evals in the card. The Evals page has the others. */
 const MOST = 3;
@@ -39,10 +39,9 @@ function Result({ curve, live, first, more }: { curve: EvalCurve; live: boolean;
   const [before, newest] = [curve.rows[0]!, curve.rows.at(-1)!];
   const when = newest.step < 0 ? "before training" : `${live ? "as of step" : "after step"} ${newest.step + 1}`;
   const Tag = first ? "h1" : "p";
-  const { value, bare, change, label, suffix, points } = resultFormat(newest.metric);
-  const gain = newest.gain !== null && before !== newest ? `, gain ${change(newest.gain)}${points}${newest.gain_low === newest.gain_high ? " on every item" : ` (${bare(newest.gain_low)} to ${bare(newest.gain_high)})`}` : "";
+  const { value, bare, label, suffix } = resultFormat(newest.metric);
   return (
-    <div title={`${label} of ${newest.num_items} items, with 95 % interval${gain}`}>
+    <div title={`${label} of ${newest.num_items} items, with 95 % interval${gainText(before, newest)}`}>
       <a className="l cut" href={format(elsewhere(place, { page: "evals" }))}>
         {visible(curve.name)}
         {suffix}

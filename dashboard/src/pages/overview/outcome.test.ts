@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import type { Costs, EvalRow, StepColumns } from "../../types";
 import { barsOf, priceOf } from "./costs";
-import { bestCheckpoint, commandsOf, curvesOf, whyNone } from "./outcome";
+import { bestCheckpoint, commandsOf, curvesOf, gainText, whyNone } from "./outcome";
 
 const row = (name: string, number: number, version: number, accuracy: number | null, source = "live") =>
   ({ name, number, version, step: version - 1, accuracy, source, status: accuracy === null ? "failed" : "finished" }) as EvalRow;
@@ -21,6 +21,15 @@ test("the best checkpoint is the one with the best result, and the later of equa
   expect(bestCheckpoint(removed, [], curve, null)).toEqual({ step: 40, kept: false, accuracy: 0.6 });
   expect(bestCheckpoint(removed, [], curve, "runs/a/model")).toBe(null);
   expect(bestCheckpoint(removed, [], undefined, null, [40, 60])).toEqual({ step: 60, kept: false, accuracy: null });
+});
+
+test("a gain has its interval if that is known, and is on every item if the interval is a point", () => {
+  const gain = (low: number | null, high: number | null) => gainText(row("a", 0, 0, 0.2), { ...row("a", 0, 5, 0.3), gain: 0.1, gain_low: low, gain_high: high });
+  expect([gain(0.05, 0.15), gain(0.1, 0.1), gain(null, null)]).toEqual([
+    ", gain +10.0 points (5.0 to 15.0)",
+    ", gain +10.0 points on every item",
+    ", gain +10.0 points",
+  ]);
 });
 
 test("commands name the checkpoint, and a resume of an older one its step", () => {

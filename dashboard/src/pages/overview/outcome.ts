@@ -1,9 +1,11 @@
 /** Finds the outcome of a run: its evals from first to newest, its best checkpoint, and the commands that use it. */
 
 import { greatest } from "d3-array";
+import { resultFormat } from "../../format";
 import { checkpointMarks } from "../../state/steps";
 import { curveOf } from "../../state/run";
 import type { EvalRow, StepColumns } from "../../types";
+import { recordedGain } from "../evals/items";
 
 export interface EvalCurve {
   name: string;
@@ -16,6 +18,15 @@ export function curvesOf(evals: EvalRow[]): EvalCurve[] {
     .map((name) => ({ name, rows: curveOf(evals.filter((row) => row.name === name)) }))
     .filter((curve) => curve.rows.length > 0)
     .sort((a, b) => (a.rows[0]!.number ?? 0) - (b.rows[0]!.number ?? 0));
+}
+
+/** Returns the gain of an eval since its first result, with its interval if that is known. */
+export function gainText(first: EvalRow, newest: EvalRow): string {
+  if (first === newest || newest.gain === null) return "";
+  const { bare, change, points } = resultFormat(newest.metric);
+  const known = recordedGain(first, newest, first);
+  const range = known && (known.low === known.high ? " on every item" : ` (${bare(known.low)} to ${bare(known.high)})`);
+  return `, gain ${change(newest.gain)}${points}${range ?? ""}`;
 }
 
 export interface Best {
