@@ -51,6 +51,7 @@ META = "meta.json"
 STATE = "orchestrator_state.json"
 HF_META = "hf_meta"
 PARTIAL = ".partial-"  # name prefix of an incomplete checkpoint, which the next start removes
+SILENT_SECONDS = 3600.0  # between reports of checkpoints that fail one after another
 SLOW_SECONDS = 5.0  # a longer wait for the disk is reported
 LAYOUT_VERSION = 1  # Version of the files of a checkpoint. Raise it when an older Telescope could not read them.
 
@@ -252,6 +253,8 @@ class Checkpointer:
     _writing: asyncio.Task[None] | None = None
     _num_failed: int = 0
     """Checkpoints that were not written since the last one that was."""
+    _announced_at: float = 0.0
+    """When the last failure was reported, by the monotonic clock."""
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
         """Starts the checkpoint of a finished step, if one is due. First waits until the last one is written."""
@@ -343,15 +346,14 @@ class Checkpointer:
             await asyncio.to_thread(shutil.rmtree, partial, True)
             self._failed(step, cause)
             return
-        self.last_step = step
+        self.last_step, num_failed, self._num_failed = step, self._num_failed, 0
         ended_at = time.time()
         logger.info("The checkpoint after step %d was written in %.1f s", step, ended_at - started_at)
-        if self._num_failed:
-            before = pluralize(self._num_failed, "checkpoint")
+        if num_failed:
+            before = pluralize(num_failed, "checkpoint")
             self.status.report(
                 f"the checkpoint after step {step} was written, after {before} that failed", "checkpoint"
             )
-            self._num_failed = 0
         row = {"name": "checkpoint", "component": "orchestrator", "step": step, "start": paused_at, "end": ended_at}
         self.directory.recorder.write(
             "spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}}
@@ -395,10 +397,12 @@ class Checkpointer:
         )
 
     def _failed(self, step: int, cause: str) -> None:
-        """Reports the first of consecutive failures. The others, such as on a full disk, are only logged."""
+        """Reports the first of consecutive failures, then one an hour. The others are only logged."""
         self._num_failed += 1
+        now = time.monotonic()
         news = f"the checkpoint after step {step} was not written: {cause}. {self._newest()}"
-        if self._num_failed == 1:
+        if self._num_failed == 1 or now - self._announced_at >= SILENT_SECONDS:
+            self._announced_at = now
             self._announce(news)
         else:
             logger.warning("%s", news)

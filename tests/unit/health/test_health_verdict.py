@@ -198,12 +198,3 @@ def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:
     (shown,) = verdict.alerts([row("server", "Server 0 restarted. Look at its log.")], 2, [])
     assert (shown["title"], shown["text"], shown["advice"]) == ("Server 0 restarted", "Look at its log.", None)
     assert shown["metrics"] == []
-
-
-def test_a_failed_checkpoint_is_resolved_by_the_next_that_is_written() -> None:
-    failed = row("checkpoint", "the checkpoint after step 8 was not written: the disk is full")
-    written = row(
-        "checkpoint", "the checkpoint after step 16 was written, after 1 checkpoint that failed", level="info"
-    )
-    assert [alert["resolved"] for alert in verdict.alerts([failed], 1, [])] == [False]
-    assert [alert["resolved"] for alert in verdict.alerts([written, failed], 1, [])] == [True, True]

@@ -15,6 +15,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
+from telescope.health import verdict
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder, with_free_space
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
@@ -132,6 +133,8 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path, fails):
 
 async def test_checkpoints_that_fail_one_after_another_are_one_alert(tmp_path):
     saving = Saving(tmp_path, checkpoint_every=1)
+    rows = []
+    saving.status.record_alerts(lambda row: rows.insert(0, {"attempt": 1, "advice": None, "metrics": []} | row))
     saving.trainer.error = OSError(28, "No space left on device")
     await saving.written(4)
     saving.trainer.error = None
@@ -141,6 +144,20 @@ async def test_checkpoints_that_fail_one_after_another_are_one_alert(tmp_path):
     failed, written = [text for text in saving.status.messages if "the checkpoint after step" in text]
     assert failed.startswith("the checkpoint after step 1 was not written")
     assert written == "the checkpoint after step 5 was written, after 4 checkpoints that failed"
+    assert [alert["resolved"] for alert in verdict.alerts(rows[1:], 1, [])] == [False]
+    assert [alert["resolved"] for alert in verdict.alerts(rows, 1, [])] == [True, True]
+
+
+async def test_checkpoints_that_fail_for_hours_are_reported_every_hour(tmp_path):
+    saving = Saving(tmp_path, checkpoint_every=1)
+    await saving.written(1)
+    saving.trainer.error = OSError(28, "No space left on device")
+    for step in range(2, 7):
+        await saving.checkpointer.after_step(step, lambda step=step: RunState(step=step))
+        await saving.checkpointer.wait()
+        saving.checkpointer._announced_at -= 25 * 60  # as if a step took so long
+    news = [text for text in saving.status.messages if "was not written" in text]
+    assert [text.split()[4] for text in news] == ["2", "5"]
 
 
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
