@@ -330,6 +330,15 @@ class TrainerGroup:
                 self._loss = loss
                 self._has_loss.set()
             raise loss from None
+        except Exception as error:
+            if type(error).__name__ != "OutOfMemoryError":  # that of torch, which the driver does not import
+                raise
+            logger.exception("%s, trainer rank %d", what, rank)
+            raise RunError(
+                f"Trainer rank {rank} ran out of GPU memory during: {what}. Lower seq_len or entropy_chunk_size, set "
+                "recompute_attention to true, or raise trainer_num_workers; `telescope train --dry-run` shows what "
+                f"takes how much (docs/large-models.md). The error: {error}"
+            ) from error
 
     async def _all(
         self,

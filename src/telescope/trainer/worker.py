@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
-from telescope.errors import ConfigError, RunError
+from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import COLLECTIVE_TIMEOUT, StepInput, StepResult, TrainerInfo
 from telescope.trainer.metrics import reduce_max
@@ -141,15 +141,7 @@ class Trainer:
         backend = self.backend
         started = time.time()
         names = ("step", "version", "minibatches", "recorded")
-        try:
-            metrics = self._numbers(backend.train_step({name: getattr(step_input, name) for name in names}))
-        except torch.OutOfMemoryError as error:
-            logger.exception("step %d does not fit", step_input.step)
-            raise RunError(
-                f"Trainer rank {self.rank} ran out of GPU memory in step {step_input.step}: {error} Lower seq_len or "
-                "entropy_chunk_size, set recompute_attention to true, or raise trainer_num_workers; `telescope train "
-                "--dry-run` shows what takes how much (docs/large-models.md)"
-            ) from error
+        metrics = self._numbers(backend.train_step({name: getattr(step_input, name) for name in names}))
         ended = time.time()
         between = self._spans_between
         timing = {

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from ray.exceptions import RayActorError
 
 from telescope.cluster import actors, trainer_group
@@ -30,6 +31,7 @@ class Rank:
     def __init__(self, compiled: asyncio.Event) -> None:
         self.calls: list[str] = []
         self.fails_at = ""
+        self.error: Exception = ArithmeticError("the gradient is not finite")
         self.is_asked = asyncio.Event()
         self._compiled = compiled
 
@@ -51,7 +53,7 @@ class Rank:
         self.calls.append(name)
         self.is_asked.set()
         if name == self.fails_at:
-            raise ArithmeticError("the gradient is not finite")
+            raise self.error
         if name == "warm_up":
             await self._compiled.wait()
         answers = {"train_step": StepResult({"loss": 0.5}, []), "take_readings": ReadingBatch([], [])}
@@ -273,6 +275,13 @@ async def test_a_collective_that_fails_waits_until_the_loss_of_a_node_is_known(t
     monkeypatch.setattr(trainer_group, "RANK_EXIT_SECONDS", 0.0)
     with pytest.raises(RankLost, match="rank 1"):
         await two_ranks.weight_metadata()
+
+
+async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(group, rank):
+    rank.fails_at, rank.error = "warm_up", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len or .* CUDA out of memory"
+    with pytest.raises(RunError, match=message):
+        await group.warm_up()
 
 
 async def test_an_exception_in_a_rank_is_not_a_lost_rank(group, rank):
