@@ -139,7 +139,7 @@ class Eval(Dataset):
     def _require_environment(self, method: str) -> SingleTurnEnvironment | MultiTurnEnvironment:
         if self.env is None:
             fix = (
-                "Create it with get_eval, which creates that"
+                f"Create it with get_eval({self.name!r}), which also creates its environment {self.environment_name!r}"
                 if self.environment_name
                 else f"Define {method}, or set environment_name"
             )
