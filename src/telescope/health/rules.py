@@ -381,9 +381,9 @@ def idle(history: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _or_lower(history: History, field: str) -> str:
+def _or_lower(history: History, name: str) -> str:
     """Returns the advice to lower a number of processes, unless there is only one."""
-    return "" if history.config.get(field) == 1 else f", or lower {field}"
+    return "" if history.config.get(name) == 1 else f", or lower {name}"
 
 
 BOTH_WAIT = 1.25

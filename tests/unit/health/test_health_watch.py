@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tests.unit.health.series import ordinary
+from tests.unit.health.series import WAIT, ordinary
 
 from telescope.health import rules
 from telescope.health.rules import GIB, WINDOW, EvalPoint
@@ -88,6 +88,8 @@ def test_a_full_disk_is_reported_once_an_hour_and_when_it_gets_worse(watch) -> N
     assert reported == [["warning"], [], ["error"], ["warning"]]
 
 
-def test_advice_depends_on_the_config_of_the_run() -> None:
-    watch = Watch({"trainer_num_workers": 1})
-    assert watch.history.config == {"trainer_num_workers": 1}
+@pytest.mark.parametrize(("number", "advised"), [(1, False), (2, True)])
+def test_advice_depends_on_the_config_of_the_run(number: int, advised: bool) -> None:
+    watch = Watch({"trainer_num_workers": number})
+    (found, *_) = [found for step in range(20) for found in watch.after_step(step, ordinary(step) | {WAIT: 6.2}, 10.0)]
+    assert (found.kind, "lower trainer_num_workers" in found.advice) == ("waiting", advised)
