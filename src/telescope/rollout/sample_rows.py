@@ -131,7 +131,7 @@ def sample_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     for index, (turn, replied_at) in enumerate(zip(sample.turns, starts, strict=False)):
         is_last = index == len(sample.turns) - 1
         intervals: list[Interval] = [("generate", turn.started_at, turn.ended_at, {})]
-        if not rows and sample.agent_started_at is not None:
+        if index == 0 and sample.agent_started_at is not None:
             first_at = min(each.started_at for each in sample.turns)
             intervals.insert(0, ("environment", sample.agent_started_at, first_at, {}))
         if replied_at > turn.ended_at:
