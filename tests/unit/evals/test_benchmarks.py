@@ -145,6 +145,10 @@ def test_own_questions_are_scored_by_their_letter():
     (r"Answer: C, so \boxed{B}", "B"), ("ANSWER: B", "B"), ("Answer: A or B", ""), ("Answer: A, B", ""),
     (r"\boxed{A or B}", ""), ("answer: Because", ""), (r"\boxed{880}", ""), ("Answer: b", ""), ("B", ""), ("", ""),
     ("Answer: B\nAnswer A is too small.", "B"), ("### Answer\nB", "B"), ("The answer is B, and answer C is not.", "B"),
+    ("Answer: B\nBut no.\nCorrect answer = C", "C"), ("The answer is A if x>0. Final answer C", "C"),
+    ("My answer is B.\n**Answer C**", "C"), ("Answer: B, unlike answer C.", "B"), ("Answer A is correct", "A"),
+    ("The answer is B. My final answer C would be too small.", "B"),
+    ("Answer: B. The correct answer C, since 1<2", "C"),
 ])  # fmt: skip
 def test_the_last_stated_choice_is_the_answer(text, letter):
     assert extract_choice(text) == letter

@@ -32,10 +32,17 @@ _CHOICE = (
     rf"([{LETTERS}])(?![A-Za-z0-9])"
     rf"(?![^\w\n]{{0,4}}(?:[,/&]|or|and)[^\w\n]{{0,4}}{_MARKUP}[{LETTERS}](?![A-Za-z]))"  # two choices are none
 )
-_STATED = tuple(
-    re.compile(rf"(?i:answer){mark}\W{{0,12}}{_MARKUP}{_CHOICE}") for mark in (r"\W{0,12}(?:[:\uff1a]|is\b)", "")
+_LEAD = r"(?:\b(?:final|correct|right|best|my|choose|pick|select)\W{1,4}|^[^\w\n]{0,12})"
+_STATED = (
+    re.compile(
+        rf"(?i:answer\W{{0,12}}(?:[:=\uff1a]|is\b)|({_LEAD}answer))\W{{0,12}}{_MARKUP}(?P<choice>{_CHOICE})"
+        # "Answer A is too small" discusses a choice
+        r"(?(1)(?![^\w\n]{1,4}(?!because\b|since\b|as\b|is\W+(?:the\W+)?(?:correct|right|best)\b)[a-z]))",
+        re.MULTILINE,
+    ),
+    re.compile(rf"(?i:answer)\W{{0,12}}{_MARKUP}(?P<choice>{_CHOICE})"),
 )
-"""A mark comes before none: "Answer: B", then "answer A is wrong"."""
+"""What states a choice comes before what names one: "Answer: B", then "unlike answer A"."""
 _BOXED = re.compile(rf"\W{{0,4}}(?:[a-z]+\{{)?\W{{0,4}}{_CHOICE}(?:[).:}}\s].*)?", re.DOTALL)
 
 
@@ -81,8 +88,8 @@ def extract_choice(text: str) -> str:
     boxed = _BOXED.fullmatch(extract_boxed_answer(text))
     if boxed is not None:
         return boxed[1]
-    stated = next(filter(None, (pattern.findall(text) for pattern in _STATED)), None)
-    return stated[-1] if stated else ""
+    stated = next(filter(None, (list(pattern.finditer(text)) for pattern in _STATED)), None)
+    return stated[-1]["choice"][0] if stated else ""
 
 
 def _sample(row: dict[str, Any], shuffle_seed: int, instruction: str | None) -> Sample:
