@@ -110,7 +110,9 @@ _LABEL = re.compile(
     re.IGNORECASE,
 )
 """Text that may precede a final answer: "The answer is 72", "Total: 72", "Option B"."""
-_FOR_INTEGERS = re.compile(r"[\s,(]+[A-Za-z]\s*\\in\s*(?:\\mathbb\s*)?\{?[NZ]\}?(?:[_^]\{?[*+]\}?)?\s*\)?$")
+_FOR_INTEGERS = re.compile(
+    r"(?:\\[,;:! ]|[\s,(~])+([A-Za-z])\s*\\in\s*(?:\\mathbb\s*)?\{?([NZ])\}?(?:[_^]\{?([*+])\}?)?\}?\s*\)?$"
+)
 r"""The end of `2k\pi, k \in \mathbb{Z}`, of which math-verify reads no expression."""
 _SCIENTIFIC = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]\+?(-?[0-9]{1,4})")
 _POWER_OF_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
@@ -124,6 +126,7 @@ _REPEATING = re.compile(
 _SET_BUILDER = re.compile(r"\\\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?R\}?|R)\s*)?[|:](.*)\\\}")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![\\A-Za-z])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])")
 _COMPARISON = re.compile(r"([<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z]))")
+_RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|neq?|in)(?![A-Za-z])")
 _TWO_ROOTS = re.compile(r"(?!\\\{|\()([^,]*\{[^,]*)\\pm(?![A-Za-z])([^,]*)")
 """Values that differ in a sign within a formula: math-verify only reads a sign between two values."""
 
@@ -156,7 +159,7 @@ def normalize_answer(text: str) -> str:
     """Returns `to_latex` with numbers written out, and without the unit."""
     if len(text) > MAX_CHARACTERS:
         return text
-    text = _FOR_INTEGERS.sub("", to_latex(text))
+    text, _ = split_integers(text)
     if label := _LABEL.match(text):
         return normalize_answer(text[label.end() :])
     name, equals, value = text.rpartition("=")
@@ -185,6 +188,20 @@ def normalize_answer(text: str) -> str:
         number = Fraction(int(f"0{whole}{fixed}{period}") - fixed_digits, shift * (10 ** len(period) - 1))
         return rf"{sign}\frac{{{number.numerator}}}{{{number.denominator}}}"
     return re.sub(r"[ ,{}]", "", text) if _GROUPED.fullmatch(text) else text
+
+
+def split_integers(text: str) -> tuple[str, str]:
+    r"""Returns `2k\pi` and `Z` for `2k\pi, k \in \mathbb{Z}`, and other texts in LaTeX with an empty second text.
+
+    `1 < x < 5, x \in \mathbb{Z}` is whole: its end changes what the rest means.
+    """
+    if len(text) > MAX_CHARACTERS or (end := _FOR_INTEGERS.search(text := to_latex(text))) is None:
+        return text, ""
+    term = text[: end.start()]
+    if _RELATION.search(term) or end[1] not in re.sub(r"\\[A-Za-z]+", "", term):
+        return text, ""
+    integers = end[2] + (end[3] or "")
+    return term, "N+" if integers in ("N*", "Z+") else integers
 
 
 def _as_intervals(text: str) -> str:

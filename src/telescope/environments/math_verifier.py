@@ -10,6 +10,7 @@ The child reads JSON. For `[expected, answer]` it writes whether they are equal,
 
 from __future__ import annotations
 
+import cmath
 import contextlib
 import json
 import logging
@@ -19,6 +20,7 @@ import resource
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +34,8 @@ START_SECONDS = 120.0
 MEMORY_BYTES = 2 * 2**30
 TINY, MOST_ROUNDING = 1e-4, 0.01
 """Of numbers up to `TINY`, relative differences up to `MOST_ROUNDING` are rounding."""
+ZERO = 1e-60
+"""Numbers that differ by less are equal: SymPy computes `\\ln 6-\\ln 2-\\ln 3` to some 100 digits."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.environments.math_verifier import main; "
     "main()"
@@ -48,10 +52,16 @@ def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
         return False  # math-verify ignores bases
     if _checker.ask([expected, answer], timeout_seconds) is True:
         return True
-    numbers = [_PERCENT.sub("", text) for text in (expected, answer)]
     # math-verify takes 25% for 25, but not 12.5% for 12.5.
-    has_one_sign = (numbers[0] == expected) != (numbers[1] == answer)
-    return has_one_sign and all(numbers) and _checker.ask(numbers, timeout_seconds) is True
+    signs = [bool(_PERCENT.search(text)) for text in (expected, answer)]
+    numbers = [normalize_answer(_PERCENT.sub("", text)) for text in (expected, answer)]
+    if signs[0] == signs[1] or not all(map(_PLAIN_NUMBER.fullmatch, numbers)):
+        return False
+    if signs[1]:  # 0.25% is no 0.25
+        value = _checker.ask(numbers[:1], timeout_seconds)
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            signs[1] = abs(Fraction(str(value))) < 1
+    return not signs[1] and _checker.ask(numbers, timeout_seconds) is True
 
 
 def read_expression(answer: str, timeout_seconds: float) -> str | None:
@@ -62,6 +72,7 @@ def read_expression(answer: str, timeout_seconds: float) -> str | None:
 
 
 _PERCENT = re.compile(r"\s*\\?%$")
+_PLAIN_NUMBER = re.compile(r"(?=.*[0-9])[-+]?[0-9]*\.?[0-9]*(?:/[0-9]+|\\frac(?:[0-9]|\{[0-9]+\}){2})?")
 _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 
@@ -159,7 +170,9 @@ def main() -> None:
         try:
             first, *others = map(parsed, texts)
             if others:
-                reply = bool(verify(first, others[0], **options)) and not _differ(first[0], others[0][0])
+                reply = bool(verify(first, others[0], **options))
+                with contextlib.suppress(Exception):  # then math-verify's result counts
+                    reply = reply and not _differ(first[0], others[0][0])
             elif not isinstance(first[0], str):  # parse adds the text itself, which is alone if it was not read
                 reply = str(first[0])
         except Exception:  # SymPy may raise anything on a wrong answer
@@ -173,7 +186,15 @@ def _differ(one: Any, other: Any) -> bool:
     math-verify compares decimals after rounding to six places, and other numbers by their difference, so that all tiny
     numbers would be equal.
     """
-    values = [value.doit().evalf() for value in (one, other) if getattr(value, "is_number", False)]
+    if one == other:
+        return False
+    # doit reads percent signs. It comes last, since it would compute the digits of 9^{9^9}.
+    values = [value.evalf().doit() for value in (one, other) if getattr(value, "is_number", False)]
     if len(values) < 2 or max(map(abs, values)) > TINY:
         return False
-    return bool(abs(values[0] - values[1]) > MOST_ROUNDING * max(map(abs, values)))
+    one, other = map(complex, values)
+    if abs(one - other) < max(ZERO, MOST_ROUNDING * max(abs(one), abs(other))):
+        return False
+    # Rounding to two digits is up to 5%.
+    rounded = [complex(f"{value:.1e}") for value in (one, other)]
+    return not (cmath.isclose(rounded[0], other) or cmath.isclose(rounded[1], one))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from telescope.environments.math_notation import CHANGING_WORD, normalize_answer
+from telescope.environments.math_notation import CHANGING_WORD, normalize_answer, split_integers
 from telescope.environments.math_verifier import check_equal
 
 END_OF_MESSAGE = "<|end|>"
@@ -51,7 +51,10 @@ _CHOICE = re.compile(r"\(?([A-J])(?:\)?$|(?:\)|\.|:)(?:\\[ ,;]|\s))")
 _CHOICES = re.compile(r"[A-J](?:\s*(?:[,;]|\band\b)?\s*[A-J])+")
 """Several letters of multiple choice: "ACD", "A, C"."""
 _CHOICE_MARK = re.compile(r"\b[A-J][).:]|\b[A-J]$|\bor\b")
-_WORDS = re.compile(r"[^\W\d_]{4,}(?: [^\W\d_]+)*")
+_WORDS = re.compile(r"(?=[b-df-hj-np-tv-z]*[^\W\d_b-df-hj-np-tv-z])[^\W\d_]{4,}(?: [^\W\d_]+)*")
+"""Words, the first with a vowel: `mnpq` is a product."""
+_AND = re.compile(r"\b(and|or)\b")
+_BETWEEN_WORDS = re.compile(r" numbers?\b| ")
 _DOTTED_HOUR = re.compile(r"\b([ap])\.m\b\.?")
 _SPACE_AT_SIGN = re.compile(r"\s{0,9}([^\w\s])\s{0,9}")
 _HOUR = re.compile(r"[0-9]\s*([ap])\.?m\b", re.IGNORECASE)
@@ -268,11 +271,16 @@ def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float
     hours = [set(map(str.lower, _HOUR.findall(text))) for text in texts]
     if changes[0] != changes[1] or (all(hours) and hours[0] != hours[1]):
         return False  # math-verify ignores words behind a number
+    integers = [name for text in (predicted, ground_truth) if (name := split_integers(text)[1])]
+    if len(set(integers)) > 1:
+        return False
     letters = [set(_GREEK.findall(text)) for text in texts]
     if letters[0] != letters[1] and {x.lower() for x in letters[0]} == {x.lower() for x in letters[1]}:
         return False
     texts = [_DOTTED_HOUR.sub(r"\1m", text.casefold()).replace("solutions", "solution") for text in texts]
     texts = [_SPACE_AT_SIGN.sub(r"\1", text) for text in texts]
-    if all(map(_WORDS.fullmatch, texts)):  # math-verify reads the product of their letters, in any order
-        return sorted(texts[0].split()) == sorted(texts[1].split())
+    # math-verify reads the product of their letters, in any order. Products are written in alphabetical order.
+    if all(map(_WORDS.fullmatch, texts)) and list(texts[1]) != sorted(texts[1]):
+        items = [sorted(_BETWEEN_WORDS.sub("", item) for item in _AND.split(text)) for text in texts]
+        return items[0] == items[1]
     return verify_exact_match(*texts) or check_equal(predicted, ground_truth, timeout_seconds)

@@ -110,13 +110,19 @@ x = \frac{-1 \pm i\sqrt{3}}{2} | \frac{-1 + i \sqrt{3}}{2}, \frac{-1 - i \sqrt{3
 72。 | 72 ;; 1、2 | 1, 2 ;; A, C, D | ACD ;; ACD | A,C,D ;; C, A | A, C
 \binom{10}{3} = 120 | 120 ;; 5! = 120 | 120 ;; \cos A = \frac{3}{5} | \frac{3}{5} ;; |z| = 5 | 5
 \frac{3}{5}+\frac{4}{5}i | \frac{3+4i}{5} ;; \frac{3-4i}{5} | \frac35-\frac45 i ;; 2i | 2i
-12.5\% | 12.5 ;; 12.5 | 12.5% ;; 33\frac{1}{3}\% | 33\frac13 ;; \frac{1}{2}\% | \frac12 ;; 0.005% | 0.00005
+12.5\% | 12.5 ;; 12.5 | 12.5% ;; 33\frac{1}{3}\% | 33\frac13 ;; \frac12 | \frac{1}{2}\% ;; 0.005% | 0.00005
 \operatorname{tg} x | \tan x ;; \operatorname{arctg} 2 | \arctan(2) ;; \ctg x | \cot x ;; \frac{\lg 2}{\lg 3} | \log_3 2
 1 + \lg 2 | \lg 20 ;; \operatorname{ln} 2 + 1 | 1+\ln 2 ;; i + 3 | 3+\mathrm{i} ;; 2 - 3\mathrm{i} | 2-3i
 e^{2} | \mathrm{e}^2
 x = k\pi + \frac{\pi}{4}, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi ;; 2n+1, n \in \mathbb{N}^* | 2n+1 (n\in\mathbf{N}^{*})
 Carol and Alice | \text{Alice and Carol} ;; \text{all  real numbers} | all real numbers
 6.63 \times 10^{-34} | 6.626 \times 10^{-34} ;; 0.0000001 | 10^{-7} ;; 0.000033 | \frac{1}{30000}
+0 | \sqrt2+\sqrt3-\sqrt{5+2\sqrt6} ;; 0 | \ln 6-\ln 2-\ln 3 ;; 0 | \sin^2(1)+\cos^2(1)-1
+33\frac13\% | \frac{100}{3} ;; 0.5 | 0.5\% ;; 0.000015 | \frac{1}{65536} ;; 9^{9^9} | 9^{(9^9)}
+2^{(2^{100})} | 2^{2^{100}} ;; 2k\pi,\ k\in\mathbb{Z} | 2k\pi ;; 2k\pi\,(k\in\mathbb{Z}) | 2k\pi
+2n-1 | 2n-1 (n\in\mathbb{N}^*) ;; (k\pi, k\pi+1), k∈Z | (k\pi, 1+k\pi)\ (k \in \mathbb{Z})
+prime numbers | prime number ;; even | even numbers ;; even numbers | even ;; mnpq | npqm ;; yxba | abxy
+north east | northeast ;; Evelyn and John Smith | John Smith and Evelyn
 """
 WRONG = r"""
 \Omega | \omega ;; Ω | ω ;; \Gamma(2) | \gamma(2)
@@ -147,6 +153,12 @@ S = \binom{10}{3} | 120 ;; 120 = 5! | 120 ;; \sum_{n=1}^{10} n | 55 ;; x = 5!, x
 \lg 2 | \ln 2 ;; \operatorname{tg} x | \cot x ;; 3+\mathrm{i} | 3-\mathrm{i} ;; \mathrm{i} | 1 ;; \mathrm{e} | 1
 k\pi + \frac{\pi}{3}, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi, k\in\mathbb{Z} ;; k \in \mathbb{Z} | 5
 Evelny | Evelyn ;; silent | \text{listen} ;; Mary | army
+0.25% | 0.25 ;; 0.25\% | \frac14 ;; 0.99\% | 0.99 ;; \frac{1}{2}\% | \frac12 ;; x+5\% | x+5 ;; x+5 | x+5\%
+k\pi, k\in\mathbb{N} | k\pi, k\in\mathbb{Z} ;; k\pi, k\in\mathbb{N} | k\pi, k\in\mathbb{N}^* ;; x>3, x∈N | x>3
+1<x<5, x\in\mathbb{Z} | 1<x<5 ;; 1<x<5 | 1<x<5, x\in\mathbb{Z} ;; (1,2), x∈Z | (1,2) ;; (1,2) | (1,2), x∈Z
+north east | east north ;; increasing then decreasing | decreasing then increasing ;; north east | north
+John beats Mary | Mary beats John ;; Alice and Evelny | Evelyn and Alice ;; Alice or Carol | Alice and Carol
+6.6 \times 10^{-34} | 10^{-20} ;; 6.9 \times 10^{-34} | 6.63 \times 10^{-34} ;; 0.00002 | \frac{1}{65536}
 """
 """Answers and what is expected, as in `answer | expected ;; answer | expected`."""
 
