@@ -169,6 +169,7 @@ async def test_a_worker_that_is_killed_costs_its_unfinished_samples_a_retry(grou
     async with workers(ground, tmp_path) as run:
         running = asyncio.ensure_future(run.run(*["wait 2"] * 10))
         (first,) = (await run.run(FINE))[0]
+        await asyncio.sleep(0.5)  # meanwhile the worker reports what the others have sampled
         os.kill(int(first.reward.sample_metrics["pid"]), signal.SIGKILL)
         groups = await running
         assert rewards(groups) == [1.0] * 10
