@@ -331,8 +331,8 @@ class TrainerGroup:
                 self._has_loss.set()
             raise loss from None
         except Exception as error:
-            if type(error).__name__ != "OutOfMemoryError":  # that of torch, which the driver does not import
-                raise
+            if repr(type(error)) != "<class 'torch.OutOfMemoryError'>":  # the driver does not import torch
+                raise  # Ray's error of the same name means memory of the host
             logger.exception("%s, trainer rank %d", what, rank)
             raise RunError(
                 f"Trainer rank {rank} ran out of GPU memory during: {what}. Lower seq_len or entropy_chunk_size, set "

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from telescope.cluster import actors, trainer_group
 from telescope.cluster.placement import Placement
@@ -281,6 +281,9 @@ async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(gro
     rank.fails_at, rank.error = "warm_up", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len or .* CUDA out of memory"
     with pytest.raises(RunError, match=message):
+        await group.warm_up()
+    rank.error = OutOfMemoryError("Task was killed due to the node running low on memory.")
+    with pytest.raises(OutOfMemoryError):
         await group.warm_up()
 
 
