@@ -112,7 +112,7 @@ PARTS = (
         1,
         360,
     ),
-    Part("lost rank", f"{PYTEST} tests/gpu/test_lost_rank_on_gpu.py", 2, 420),
+    Part("lost rank", f"{PYTEST} tests/gpu/test_lost_rank_on_gpu.py", 2, 600),
     Part("checkpoints of 4b", f"{CHECKPOINT} 4b --saves 1", 2, 600),
     Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 450),
     Part(
