@@ -1,6 +1,7 @@
 /** The drag handle of a chart or section, by pointer or keyboard (space, arrows, space), and its drop targets. */
 
 import { useEffect, useLayoutEffect, useRef, useState } from "react";
+import { visible } from "../../text/hostile";
 
 export const DRAGGED_METRIC = "application/x-telescope-metric";
 export const DRAGGED_SECTION = "application/x-telescope-section";
@@ -44,7 +45,7 @@ export function Grip({ kind, name, label = name, move }: GripProps) {
       tabIndex={0}
       draggable
       aria-pressed={held}
-      aria-label={`Move ${label}: space, arrows, space`}
+      aria-label={`Move ${visible(label)}: space, arrows, space`}
       title="Drag to move. By keyboard: space, arrows, space"
       onKeyDown={key}
       onBlur={() => setHeld(false)}

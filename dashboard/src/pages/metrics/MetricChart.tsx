@@ -8,6 +8,7 @@ import type { DrawnRun, XAxis } from "../../charts/runs";
 import { tick } from "../../format";
 import type { Scale } from "../../state/layouts";
 import { useOverviewCharts } from "../../state/overviewCharts";
+import { visible } from "../../text/hostile";
 import type { Value } from "../../types";
 import { DRAGGED_METRIC, Grip, useDrop } from "./Grip";
 import { ScaleDialog } from "./ScaleDialog";
@@ -63,7 +64,7 @@ function Seen({ metric, runs, view, open, fill, close, remove, move, named }: Me
     <Placed {...{ metric, view, open, fill, close, remove, move, named, over }} runs={placed} />
   ) : (
     <p className="none f">
-      No run has {over}.{" "}
+      No run has {visible(over)}.{" "}
       <button className="link" onClick={() => view.setScale(metric, { ...scale, x: undefined })}>
         Reset the axis
       </button>
@@ -80,7 +81,7 @@ function Placed({ metric, runs, view, open, fill, close, remove, move, named, ov
   const set = (next: Partial<Scale>) => view.setScale(metric, { ...scale, ...next });
   // A metric as the x axis has no range of steps, so the range of the ruler selects the points.
   const axes = over
-    ? { axis: `metric ${over}`, xTicks: ticks, xFormat: tick, xTitle: over }
+    ? { axis: `metric ${over}`, xTicks: ticks, xFormat: tick, xTitle: visible(over) }
     : { axis: view.axis, xEnd: view.xEnd, xStart: view.xStart, xFormat: view.xFormat, xTicks: view.xTicks, zoom: view.zoom, onZoom: view.onZoom, onPick: view.onPick, stepOf: view.stepOf, metric: isEval(metric) ? undefined : metric, xTitle: X_TITLES[view.axis] };
   const { title, unit, name } = titleOf(metric);
   return (

@@ -4,6 +4,7 @@ import { useId, useState } from "react";
 import { Segments } from "../../shell/controls";
 import { Dialog } from "../../shell/Dialog";
 import type { Scale } from "../../state/layouts";
+import { visible } from "../../text/hostile";
 
 interface ScaleDialogProps {
   metric: string;
@@ -19,9 +20,9 @@ export function ScaleDialog({ metric, scale, names, set, close }: ScaleDialogPro
   const [log, setLog] = useState(scale.log);
   const [x, setX] = useState(scale.x ?? "");
   const ends = [low, high].map((text) => (text.trim() === "" ? undefined : Number(text.replace(",", "."))));
-  const problem = problemOf(ends, log === true) ?? (x && !names.includes(x) ? `There is no metric ${x}.` : null);
+  const problem = problemOf(ends, log === true) ?? (x && !names.includes(x) ? `There is no metric ${visible(x)}.` : null);
   return (
-    <Dialog close={close} title={`Axes of ${metric}`}>
+    <Dialog close={close} title={`Axes of ${visible(metric)}`}>
       <form
         className="axes"
         onSubmit={(event) => {
