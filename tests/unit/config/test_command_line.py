@@ -140,6 +140,7 @@ class Summary:
     heldout_before: float | None = 0.22
     heldout_after: float | None = 0.53
     heldout_items: int | None = 500
+    heldout_metric: str | None = "correct"
     heldout_temperature: float | None = 1.0
     heldout_gain_interval: list[float] | None = None
     reward_first: float | None = None

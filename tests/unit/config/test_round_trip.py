@@ -47,7 +47,7 @@ FIELDS = {
     "mixed_precision_dtype": st.none() | st.sampled_from(["float32", "float16", "bfloat16"]),
     "checkpoint_every": st.just(False) | st.integers(0, 1000),
     "resume_from_checkpoint": st.booleans() | st.integers(1, 1000),
-    "chat_template": st.none() | WORD.map("{# #}".__add__),
+    "chat_template": st.none() | WORD.map("{{ 1 }}".__add__),
     "wandb_tags": st.lists(WORD, max_size=3), "ray_runtime_env": st.none() | KWARGS,
     "max_off_policy_steps": st.integers(-1, 100),
     "inference_tensor_parallel_size": st.sampled_from([1, 2, 4]),
