@@ -26,6 +26,7 @@ from telescope.cluster.actors import ActorExited, TrainerActor, answer, dump_sta
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
+from telescope.config.memory import less_trainer_memory
 from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
@@ -59,6 +60,7 @@ COLLECTIVE_ERRORS = re.compile(
 )
 """Errors of a rank whose peer has exited."""
 
+OUT_OF_GPU_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""
@@ -331,13 +333,17 @@ class TrainerGroup:
                 self._has_loss.set()
             raise loss from None
         except Exception as error:
-            if repr(type(error)) != "<class 'torch.OutOfMemoryError'>":  # the driver does not import torch
-                raise  # Ray's error of the same name means memory of the host
+            # Allocators, kernels and NCCL have types of their own for it. Ray's OutOfMemoryError, which means memory of
+            # the host, is no RuntimeError.
+            if not (isinstance(error, RuntimeError) and OUT_OF_GPU_MEMORY.search(str(error))):
+                raise
             logger.exception("%s, trainer rank %d", what, rank)
+            advice = less_trainer_memory(self.config, self.config.recompute_attention is True)
+            changes = ", ".join(["Lower seq_len", *advice])
             raise RunError(
-                f"Trainer rank {rank} ran out of GPU memory during: {what}. Lower seq_len or entropy_chunk_size, set "
-                "recompute_attention to true, or raise trainer_num_workers; `telescope train --dry-run` shows what "
-                f"takes how much (docs/large-models.md). The error: {error}"
+                f"Trainer rank {rank} ran out of GPU memory during: {what}. {changes}, or raise trainer_num_workers; "
+                "`telescope train --dry-run` shows what takes how much "
+                f"(docs/large-models.md), and `nvidia-smi` whether another process uses the GPU. The error: {error}"
             ) from error
 
     async def _all(

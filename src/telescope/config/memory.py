@@ -387,6 +387,25 @@ def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
     return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
 
 
+def less_trainer_memory(config: TelescopeConfig, recomputes_attention: bool) -> list[str]:
+    """Returns what lowers the memory of a trainer rank with the same ranks and rows, cheapest first."""
+    if config.train_backend == "megatron":
+        advice = [] if config.megatron_gradient_checkpointing else ["set megatron_gradient_checkpointing to true"]
+        return advice + (
+            [] if config.megatron_optimizer_cpu_offload else ["set megatron_optimizer_cpu_offload to true"]
+        )
+    advice = []
+    if not config.gradient_checkpointing:
+        advice.append("set gradient_checkpointing to true")
+    elif config.gradient_checkpointing_layers is not None:
+        advice.append("remove gradient_checkpointing_layers")
+    elif not recomputes_attention:
+        advice.append("set recompute_attention to true")
+    if config.model_dtype != "bfloat16":
+        advice.append('set model_dtype to "bfloat16"')
+    return advice + ([] if config.lora_rank else ["set lora_rank to train adapters"])
+
+
 def _memory_of_a_rank(config: TelescopeConfig, gpu_memory: int) -> int:
     """Returns a GPU's bytes for a rank, with its CUDA context."""
     return trainer_share(config, gpu_memory) + CUDA_CONTEXT_BYTES if config.share_gpus else gpu_memory
@@ -397,16 +416,11 @@ def _problems(
 ) -> list[str]:
     problems: list[str] = []
     left = _memory_of_a_rank(config, memory or 0)
-    more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
+    advice = less_trainer_memory(config, trainer.recomputes_attention)
+    can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
+    share = ", raise fsdp_context_parallel_size" if can_share else ""
     if config.train_backend == "megatron":
         share = ", raise a megatron parallel size"
-        more = "" if config.megatron_gradient_checkpointing else ", set megatron_gradient_checkpointing to true"
-        if not config.megatron_optimizer_cpu_offload:
-            more += ", set megatron_optimizer_cpu_offload to true"
-    else:
-        more += "" if config.model_dtype == "bfloat16" else ', set model_dtype to "bfloat16"'
-        can_share = config.fsdp_context_parallel_size < config.trainer_num_workers
-        share = ", raise fsdp_context_parallel_size" if can_share else ""
     if memory is not None and device == "cuda" and trainer.total > left:
         place = f"a GPU has {memory / GIB:.1f} GiB: raise trainer_num_workers, lower seq_len{share}"
         if config.share_gpus:
@@ -414,7 +428,7 @@ def _problems(
             place += "gpu_memory_utilization or seq_len"
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
-            f"{trainer.states / GIB:.1f}), and {place}{more}, or choose a smaller model."
+            f"{trainer.states / GIB:.1f}), and {', '.join([place, *advice])}, or choose a smaller model."
         )
     if memory is not None and device == "cpu":
         everything = trainer.total * config.trainer_num_workers

@@ -1,6 +1,7 @@
 """Commands to the ranks of the trainer, their exits, and the folder that takes the trained model."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,11 +278,21 @@ async def test_a_collective_that_fails_waits_until_the_loss_of_a_node_is_known(t
         await two_ranks.weight_metadata()
 
 
-async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(group, rank):
-    rank.fails_at, rank.error = "warm_up", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len or .* CUDA out of memory"
-    with pytest.raises(RunError, match=message):
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:93\nCuda failure 'out of memory'"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+], ids=["allocator", "nccl", "kernel", "cublas"])  # fmt: skip
+async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(group, rank, error):
+    rank.fails_at, rank.error = "warm_up", error
+    message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len, set recompute_attention to true, .*"
+    with pytest.raises(RunError, match=message + re.escape(str(error))):
         await group.warm_up()
+
+
+async def test_a_host_that_runs_out_of_memory_is_not_advised_on_the_gpu(group, rank):
+    rank.fails_at = "warm_up"
     rank.error = OutOfMemoryError("Task was killed due to the node running low on memory.")
     with pytest.raises(OutOfMemoryError):
         await group.warm_up()

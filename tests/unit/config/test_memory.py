@@ -331,8 +331,13 @@ def test_advice_on_memory_is_for_the_backend_and_for_what_is_not_set_yet():
     def advice(**changes: object) -> str:
         return " ".join(estimate_memory(config(**changes), shape, device_memory_bytes=40 * GIB).problems)
 
-    assert 'set model_dtype to "bfloat16"' in advice()
+    everything = advice(recompute_attention=False)
+    assert 'set recompute_attention to true, set model_dtype to "bfloat16", set lora_rank' in everything
     assert "model_dtype" not in advice(model_dtype="bfloat16")
+    kept = advice(gradient_checkpointing=False)
+    assert "set gradient_checkpointing to true" in kept
+    assert "recompute_attention" not in kept, "it has no effect without gradient_checkpointing"
+    assert "remove gradient_checkpointing_layers" in advice(gradient_checkpointing_layers=3)
     by_megatron = advice(train_backend="megatron")
     assert "model_dtype" not in by_megatron
     assert "set megatron_optimizer_cpu_offload to true" in by_megatron
