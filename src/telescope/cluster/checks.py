@@ -143,14 +143,14 @@ def _offset(probe: Any) -> float:
     """Returns how far a node's clock is ahead, from the fastest of five requests."""
     tries = []
     for _ in range(5):
-        before, there, after = time.time(), ray.get(probe.clock.remote()), time.time()
+        before, there, after = time.time(), ray.get(probe.clock.remote(), timeout=START_SECONDS), time.time()
         tries.append((after - before, there - (before + after) / 2))
     return float(min(tries)[1])
 
 
 def _sum(probes: list[Any], backend: str) -> float | str:
     try:
-        address = ray.get(probes[0].free_address.remote())
+        address = ray.get(probes[0].free_address.remote(), timeout=START_SECONDS)
         sums = [probe.sum.remote(backend, address, rank, len(probes)) for rank, probe in enumerate(probes)]
         return float(max(ray.get(sums, timeout=2 * COLLECTIVE_SECONDS)))
     except ray.exceptions.RayError as error:

@@ -139,6 +139,9 @@ def prepare(
     placement = preflight.Check(partial(preflight.check_placement, with_trainer=False), alone=True)
     if problems := preflight.find_problems([placement, *(c for c in preflight.CHECKS if c.evals)], config):
         raise ConfigError("\n".join(problems))
+    for target in targets:
+        if not target.is_native:  # the files of a checkpoint's model are complete only after its conversion
+            _check_model(config, target.path)
     _check_output(job)
     return job
 
@@ -178,6 +181,13 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
             del free[same]
         numbers.append(same)
     return numbers
+
+
+def _check_model(config: TelescopeConfig, folder: Path) -> TelescopeConfig:
+    """Returns the config for the model in `folder`. Raises `ConfigError` if it cannot be sampled."""
+    config = config.replace(model=str(folder.absolute()))
+    check_report(config, inspect_model(config))
+    return config
 
 
 def _check_output(job: EvalJob) -> None:
@@ -239,9 +249,7 @@ class _EvalRun:
             if all(samples.has_all(target.identity(), components.evals) for target in job.targets):
                 return None
             components.first_version = job.version_of(first)
-            config = job.config.replace(model=str((await self._folder_of(first)).absolute()))
-            check_report(config, await asyncio.to_thread(inspect_model, config))
-            return config
+            return await asyncio.to_thread(_check_model, job.config, await self._folder_of(first))
 
         components = await self._session.start(job.config, directory, with_trainer=False, on_data=choose_model)
         servers, folder = components.servers, Path(components.config.model)

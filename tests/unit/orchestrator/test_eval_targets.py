@@ -185,6 +185,14 @@ def test_bad_input_exits_with_2_and_names_the_fix(run, monkeypatch, capsys, argu
     assert message in capsys.readouterr().err
 
 
+def test_every_model_is_checked_before_the_first_is_measured(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    shutil.copytree(run / "model", run.parent / "base")
+    (run.parent / "base" / "chat_template.jinja").unlink()
+    assert main(["eval", "run/model", "base", "--eval", "countdown"]) == 2
+    assert "base (chat_template.jinja, tokenizer_config.json) has no chat template" in capsys.readouterr().err
+
+
 async def test_a_server_that_fails_after_it_has_counted_a_version_loads_the_folder_again(run, monkeypatch):
     server, calls = FakeServer(), list[int]()
 
