@@ -19,7 +19,6 @@ from telescope.environments.dataset.rewards import call_function, read_reward, r
 from telescope.environments.dataset.rows import (
     GSM8K,
     choose_columns,
-    is_no_choice,
     read_assertions,
     read_criteria,
     read_row,
@@ -167,7 +166,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
         )
         for number, row in enumerate(rows):
             try:
-                messages, gold = read_row(row, prompts, answer)
+                messages, gold, lacks_choice = read_row(row, prompts, answer)
                 golds = math_problems.read_golds(gold, is_final=is_final)
                 if self.terms.judges:
                     self._criteria_of(row)
@@ -179,7 +178,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
             sample = math_problems.make_sample(messages, golds if golds or self.terms.needs_answer else [""], row)
             if sample is not None:
                 samples.append(sample)
-                if len(prompts) > 1 and golds and is_no_choice(gold, row, prompts):
+                if lacks_choice and golds:
                     without_choice.append(f"row {number} ({gold!r:.40})")
         if 2 * len(unusable) > len(rows):
             raise UserError(
@@ -281,7 +280,7 @@ class DatasetEnvironment(math_problems.MathEnvironment):
     def compute_reward(  # type: ignore[override]  # awaitable with async functions
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> RewardResult | Awaitable[RewardResult]:
-        text = completion.removesuffix(eos_token) if eos_token else completion
+        text = completion.removesuffix(eos_token)
         result = RewardResult(0.0)
         if self.terms.compares:
             result = super().compute_reward(completion, sample, eos_token)

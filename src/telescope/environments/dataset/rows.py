@@ -29,23 +29,27 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) -> tuple[str | list[ChatMessage], Any]:
-    """Returns a row's prompt and its gold. Several columns of a prompt are joined with blank lines.
+def read_row(
+    row: dict[str, Any], columns: Sequence[str], answer: str | None
+) -> tuple[str | list[ChatMessage], Any, bool]:
+    """Returns a row's prompt, its gold, and whether the row has choices, none of which is the gold.
 
-    If prompt and answer are one column, a conversation, its last message is the gold. Choices get letters, and a gold
-    that is the letter, the position or the text of a choice becomes its letter and its text. Raises `ValueError`.
+    Several columns of a prompt are joined with blank lines. If prompt and answer are one column, a conversation, its
+    last message is the gold. Choices get letters, and a gold that is the letter, the position or the text of a choice
+    becomes its letter and its text. Raises `ValueError`.
     """
     gold = None if answer is None else value_of(row, answer)
     if columns == [answer]:
         conversation = _read_messages(gold)
         if not isinstance(conversation, list) or conversation[-1:] == [] or conversation[-1]["role"] != "assistant":
             raise ValueError("it does not end with an assistant's message, the answer. Set answer to a column")
-        return _answerable(conversation[:-1]), conversation[-1]["content"]
+        return _answerable(conversation[:-1]), conversation[-1]["content"], False
     if any(row.get(column) for column in IMAGES) and any("<image>" in str(value_of(row, name)) for name in columns):
         raise ValueError("its prompt shows an image, which no model sees here. Leave such rows out")
     if len(columns) == 1:
-        return read_prompt(value_of(row, columns[0])), gold
+        return read_prompt(value_of(row, columns[0])), gold, False
     texts: list[str] = []
+    lacks_choice = False
     lettered = [column for column in columns if column in LETTERS]
     for column in columns:
         if column in lettered[1:]:
@@ -56,6 +60,7 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
             if not all(text in "".join(texts) for text in shown.values()):
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in shown.items()))
             letter = _choice_of(gold, choices)
+            lacks_choice = letter not in shown and not isinstance(gold, list)
             gold = [letter, shown[letter]] if letter in shown else gold
         elif column in (*CHOICES, *lettered) and not isinstance(value, str):
             continue  # an open question among others with choices
@@ -63,14 +68,7 @@ def read_row(row: dict[str, Any], columns: Sequence[str], answer: str | None) ->
             texts.append(text)
         else:
             raise ValueError(f"messages in {column!r} cannot be joined with other columns. Set prompt to one column")
-    return "\n\n".join(filter(None, texts)), gold
-
-
-def is_no_choice(gold: Any, row: dict[str, Any], columns: Sequence[str]) -> bool:
-    """Returns whether a row has choices, and its gold, as `read_row` returns it, is none of them."""
-    lettered = {name: row.get(name) for name in columns if name in LETTERS}
-    values = (lettered, *(value_of(row, name) for name in columns if name in CHOICES))
-    return not isinstance(gold, list) and any(any(_read_choices(value).values()) for value in values)
+    return "\n\n".join(filter(None, texts)), gold, lacks_choice
 
 
 def _choice_of(gold: Any, choices: Mapping[str, str]) -> str | None:
