@@ -203,18 +203,22 @@ class LoadedEnvironment:
 
     def _check_replies(self, renderer: Renderer) -> None:
         """Raises `UserError` when the template rejects the role of the environment's replies."""
-        found = multi_turn_environment(self.environment)
-        role, tools = found.role_of_replies, found.template_tools
-        answer = assistant_message(found.form_of_a_call if tools else "One.")
-        turn = [answer, {"role": role, "content": "Another."}]
+        turn, tools = self._turn_to_try()
         try:
             renderer.chat_text([{"role": "user", "content": "Choose a number."}, *turn, *turn], tools)
         except Exception as error:
             raise UserError(
-                f"The environment {self.spec.name!r} replies with the role {role!r}, which the chat template of "
-                f"{renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
-                "tool_role."
+                f"The environment {self.spec.name!r} replies with the role {turn[1]['role']!r}, which the chat "
+                f"template of {renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the "
+                "environment's tool_role."
             ) from error
+
+    def _turn_to_try(self) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
+        """Returns an answer with the environment's reply, and the tools that the template shows."""
+        found = multi_turn_environment(self.environment)
+        tools = found.template_tools
+        answer = assistant_message(found.form_of_a_call if tools else "One.")
+        return [answer, {"role": found.role_of_replies, "name": "tool", "content": "Again."}], tools
 
     def _check_template(self, renderer: Renderer) -> None:
         """Raises `UserError` for a message that the template leaves out, and for a last one of the assistant.
@@ -251,12 +255,9 @@ class LoadedEnvironment:
     def _lost_message(self, renderer: Renderer, messages: list[ChatMessage]) -> str | None:
         if not self.environment.is_multi_turn:
             return lost_message(renderer, messages)
-        found = multi_turn_environment(self.environment)
-        tools = found.template_tools
-        answer = assistant_message(found.form_of_a_call if tools else "One.")
-        reply = {"role": found.role_of_replies, "name": "tool", "content": "Again."}
+        turn, tools = self._turn_to_try()
         try:
-            return lost_message(renderer, [*messages, answer, reply, answer, reply], tools)
+            return lost_message(renderer, [*messages, *turn, *turn], tools)
         except Exception:  # the template does not accept such turns after these messages
             return lost_message(renderer, messages, tools)
 
