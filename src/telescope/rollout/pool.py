@@ -77,7 +77,6 @@ class _Worker:
     num_ordered: Counter[str] = field(default_factory=Counter)
     """Samples ordered in each lane and not yet in a report."""
     num_groups: int = 0
-    """Groups that run in it."""
     shares: dict[str, list[int]] = field(default_factory=dict)
     """Its request slots on each server in each open lane."""
     is_open: bool = True
@@ -114,13 +113,11 @@ class RolloutPool:
         """Called with the server of each failed request. Closes it in all lanes if it is to get no more requests."""
         self.homes = homes or (lambda key: range(len(workers)))
         self.infos = infos or {}
-        """Descriptions of the environments, by their keys."""
         self.workers = [_Worker(worker) for worker in workers]
         self._seconds, self._interval = seconds, interval
         self._groups: dict[int, RunningGroup] = {}
         self._keys = itertools.count()
         self.lanes: dict[str, Lane] = {}
-        """Open lanes by name."""
         self._suspects: deque[RunningGroup] = deque()
         """Groups that may have crashed their workers. Only the first one runs."""
         self._prompts: dict[int, tuple[_Worker, asyncio.Future[PreparedPrompt | None]]] = {}
@@ -241,7 +238,13 @@ class RolloutPool:
                     self._lose(worker, lost.exceptions[0])
                 await worker.calls.restart()
                 self._lose(worker, WorkerLost("cancelled"))  # it may no longer be able to run what it got meanwhile
-                self._reopen(worker)
+                for lane in self.lanes.values():  # it may be on another node, so that other workers run an environment
+                    lane.share_slots_of(lane.servers)
+                for name in worker.shares:
+                    for server, up in enumerate(self.lanes[name].up):
+                        worker.orders.servers[name, server] = up
+                worker.is_open = True
+                worker.has_orders.set()
         except Exception as error:
             failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._failure = self._failure or failure
@@ -290,15 +293,6 @@ class RolloutPool:
         """Ends the samples of a group that no worker runs."""
         for index in list(group.samples):
             self._ended(group, index, _lost_sample(group, index, error))
-
-    def _reopen(self, worker: _Worker) -> None:
-        for lane in self.lanes.values():  # it may be on another node, so that other workers run an environment
-            lane.share_slots_of(lane.servers)
-        for name in worker.shares:
-            for server, up in enumerate(self.lanes[name].up):
-                worker.orders.servers[name, server] = up
-        worker.is_open = True
-        worker.has_orders.set()
 
     async def _order(self, worker: _Worker) -> None:
         while True:
@@ -370,7 +364,6 @@ class Lane:
         self.group_size = group_size
         self.keys = list(keys)
         self.servers: Collection[int] = ()
-        """Servers that may serve the lane."""
         self.up = [False] * len(capacities)
         self.pool = pool
 
