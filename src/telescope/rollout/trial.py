@@ -102,11 +102,11 @@ def _outcome(
             child.send_signal(signal.SIGUSR1)
             time.sleep(STACK_SECONDS)
             fixes = {"making": " (environment_timeout_seconds)", "dataset": ". Download or prepare it before the run"}
-            _fail(f"{doing} did not end within {limits[stage]:g} seconds{fixes.get(stage, '')}{_last_output(log)}")
+            _fail(f"{doing} did not end within {limits[stage]:g} seconds{fixes.get(stage, '')}", log)
         try:
             message: dict[str, Any] = json.loads(news.recv_bytes())
         except (EOFError, OSError):
-            _fail(f"{doing} ended the process, which {describe_exit(child.wait())}{_last_output(log)}")
+            _fail(f"{doing} ended the process, which {describe_exit(child.wait())}", log)
         if "ready" in message:
             return [EnvironmentInfo(**fields) for fields in message["ready"]]
         if "failed" in message:
@@ -115,13 +115,9 @@ def _outcome(
         slow_at = min(slow_at, began + SLOW_SECONDS)
 
 
-def _last_output(log: Path) -> str:
+def _fail(text: str, log: Path) -> NoReturn:
     tail = log_tail(log, LOG_TAIL_BYTES)
-    return f". Its last output:\n{tail}" if tail else ""
-
-
-def _fail(text: str) -> NoReturn:
-    raise UserError(text[:1].upper() + text[1:])
+    raise UserError(text[:1].upper() + text[1:] + (f". Its last output:\n{tail}" if tail else ""))
 
 
 # The child
