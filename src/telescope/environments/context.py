@@ -55,9 +55,7 @@ class Call:
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI schemas of the tools that the chat template shows to the model."""
     chat: str = ""
-    """Name of the conversation."""
     train: bool = True
-    """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """`max_tokens` and `stop` (list of texts). The run sets the other sampling parameters."""
     cause: str | None = None
@@ -120,7 +118,6 @@ class Services(Protocol):
     """The services of a rollout worker for a rollout."""
 
     api_key: str
-    """Secret of the rollout."""
 
     async def complete(self, call: Call) -> Answer:
         """Samples a completion. Raises `RefusedCall`, and `InfrastructureError` when no engine responds."""
@@ -319,7 +316,7 @@ class RolloutContext(Chat):
         """
         if isinstance(command, str):
             raise UserError(f"run got the text {command[:80]!r}: give a list of arguments (shlex.split)")
-        mark, killed = secrets.token_hex(8), False
+        mark = secrets.token_hex(8)
         marks = f"{os.environ.get(PROGRAM_VARIABLE, '')} {mark}"
         with self._services.held():
             process = await asyncio.create_subprocess_exec(
@@ -328,12 +325,13 @@ class RolloutContext(Chat):
             )  # fmt: skip
             output = asyncio.ensure_future(_communicate(process, stdin.encode()))
             try:
-                # Polled, because `process.wait` of Python 3.11 also waits until the pipes are closed.
-                while not output.done() and process.returncode is None:
-                    await asyncio.wait({output}, timeout=0.1)
-                await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it
-                await _kill_program(process.pid, mark)  # a daemon of the program would keep its output open
-                killed = True
+                try:
+                    # Polled, because `process.wait` of Python 3.11 also waits until the pipes are closed.
+                    while not output.done() and process.returncode is None:
+                        await asyncio.wait({output}, timeout=0.1)
+                    await asyncio.wait({output}, timeout=1.0)  # children may be writing the rest of it
+                finally:
+                    await _kill_program(process.pid, mark)  # a daemon of the program would keep its output open
                 stdout, errors = await asyncio.wait_for(output, OUTPUT_SECONDS)
             except TimeoutError:
                 process._transport.close()  # type: ignore[attr-defined]  # its pipes, which would stay open
@@ -343,8 +341,6 @@ class RolloutContext(Chat):
                 ) from None
             finally:
                 output.cancel()
-                if not killed:
-                    await _kill_program(process.pid, mark)
         if process.returncode:
             self.program_error = f"{command[0]} {describe_exit(process.returncode)}: {errors.strip()[-200:]}"
         return ExecResult(process.returncode or 0, stdout, errors)
