@@ -108,15 +108,6 @@ def test_every_token_arrives_once_in_order_with_its_logprob(events: list[Event],
     assert arrived == made
 
 
-def test_a_full_batch_of_tokens_is_sent() -> None:
-    batcher = OutputBatcher(3)
-    assert sent(batcher, output("a", [1])) == []
-    assert sent(batcher, output("a", [2])) == []
-    (out,) = sent(batcher, output("a", [3]))
-    assert out.new_token_ids == [1, 2, 3]
-    assert batcher.num_buffered == 0
-
-
 def test_a_finishing_output_carries_the_buffered_tokens_and_its_reason() -> None:
     batcher = OutputBatcher(16)
     sent(batcher, output("a", [1]), output("b", [7]))
@@ -167,7 +158,7 @@ def test_an_output_with_other_fields_is_not_buffered(fields: dict[str, Any]) -> 
     assert not carries_tokens_only(Output("a", []))
 
 
-def test_routes_of_buffered_tokens_leave_together_and_in_order() -> None:
+def test_a_full_batch_of_tokens_is_sent_with_its_routes_in_order() -> None:
     batcher = OutputBatcher(most=3)
     routes = [np.full((1, 2, 2), token, np.uint8) for token in (1, 2, 3)]
     steps = [output("a", [token], routed_experts=routes[token - 1]) for token in (1, 2, 3)]
@@ -176,3 +167,4 @@ def test_routes_of_buffered_tokens_leave_together_and_in_order() -> None:
     (message,) = sent(batcher, steps[2])
     assert message.new_token_ids == [1, 2, 3]
     np.testing.assert_array_equal(message.routed_experts, np.concatenate(routes))
+    assert batcher.num_buffered == 0

@@ -47,6 +47,22 @@ MemoryError
 """
 
 
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return []
+
+
+def files_of(logs: Path, rows: list[dict[str, Any]]) -> LogFiles:
+    """Reads what is appended to the files from now on into `rows`."""
+    return LogFiles(logs.parent, lambda table, row: rows.append(row))
+
+
 def parsed(text: str) -> list[dict[str, Any]]:
     parser = LogParser()
     rows = [row for line in text.split("\n") for row in parser.feed(line, NOW)]
@@ -95,13 +111,10 @@ def test_control_sequences_and_empty_lines_leave_no_trace(line: str) -> None:
     assert all("\x1b" not in row["message"] and row["message"].strip() for row in parsed(line))
 
 
-def test_what_is_appended_is_recorded_once_with_its_file(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
+def test_what_is_appended_is_recorded_once_with_its_file(logs, rows) -> None:
     (logs / "inference-0.log").write_text("of an earlier attempt\n")
     (logs / "driver.log").write_text("")
-    rows: list[dict[str, Any]] = []
-    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+    files = files_of(logs, rows)
 
     def append(name: str, text: str) -> None:
         with (logs / name).open("a") as stream:
@@ -126,11 +139,8 @@ def test_what_is_appended_is_recorded_once_with_its_file(tmp_path: Path) -> None
     assert {row["message"] for row in rows[3:]} == {"new", "no line end"}, "an emptied file is read from its start"
 
 
-def test_a_file_that_grows_too_fast_is_read_in_part(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    rows: list[dict[str, Any]] = []
-    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+def test_a_file_that_grows_too_fast_is_read_in_part(logs, rows) -> None:
+    files = files_of(logs, rows)
     (logs / "environment-0.log").write_bytes(b"x" * (MAX_BEHIND_BYTES + 10) + b"\nlast\n")
     for now in range(3):
         files.poll(float(now), last=now == 2)
@@ -147,12 +157,10 @@ def test_lines_without_a_place_are_one_entry_each() -> None:
     ]  # fmt: skip
 
 
-def test_the_last_poll_reads_to_the_end_of_a_file(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = []
-    (tmp_path / "logs").mkdir()
-    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+def test_the_last_poll_reads_to_the_end_of_a_file(logs, rows) -> None:
+    files = files_of(logs, rows)
     line = "x" * (MAX_LINE - 1)
-    (tmp_path / "logs" / "trainer-0.log").write_text(f"{line}\n" * 100 + "MemoryError: the last line\n")
+    (logs / "trainer-0.log").write_text(f"{line}\n" * 100 + "MemoryError: the last line\n")
     files.poll(NOW, last=True)
     assert len(rows) == 101 and rows[-1]["message"] == "MemoryError: the last line"
 
@@ -168,17 +176,12 @@ def test_a_number_that_is_too_long_for_a_process_id_is_text() -> None:
     assert (row["process"], row["message"][-5:]) == (None, "hello")
 
 
-def test_a_log_that_cannot_be_read_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "a.log").symlink_to("gone")
-    (folder / "b.log").mkdir()
-    rows: list[dict[str, Any]] = []
-    files = LogFiles(tmp_path, lambda _, row: rows.append(row))
-    (folder / "c.log").write_text("first\n")
-    (folder / "d.log").write_text("second\n")
+def test_a_log_that_cannot_be_read_hides_no_other(logs, rows, monkeypatch, caplog) -> None:
+    (logs / "a.log").symlink_to("gone")
+    (logs / "b.log").mkdir()
+    files = files_of(logs, rows)
+    (logs / "c.log").write_text("first\n")
+    (logs / "d.log").write_text("second\n")
     opened = Path.open
 
     def refuse(path: Path, *arguments: Any) -> Any:

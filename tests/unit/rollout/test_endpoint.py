@@ -271,28 +271,21 @@ async def test_harmless_fields_are_accepted(policy):
     assert [call.sampling for call in policy.calls] == [ignored, ignored, {**ignored, "tool_choice": "required"}]
 
 
-@pytest.mark.parametrize(("route", "fields"), [
-    ("chat/completions", {"reasoning_effort": "high"}), ("responses", {"reasoning": {"effort": "high"}}),
-    ("messages", {"output_config": {"effort": "high"}}),
+EFFORT = {"reasoning_effort": "high"}
+SERIAL = {"parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize(("route", "fields", "sampling"), [
+    ("chat/completions", EFFORT, EFFORT), ("responses", {"reasoning": {"effort": "high"}}, EFFORT),
+    ("messages", {"output_config": {"effort": "high"}}, EFFORT),
+    ("chat/completions", SERIAL, SERIAL), ("responses", SERIAL, SERIAL),
+    ("chat/completions", {"response_format": SCHEMA}, {"response_format": SCHEMA}),
+    ("responses", {"text": {"format": SCHEMA}}, {"response_format": SCHEMA}),
+    ("messages", {"output_config": {"format": SCHEMA}}, {"response_format": SCHEMA}),
 ])  # fmt: skip
-async def test_another_reasoning_effort_is_passed_on_to_be_counted(policy, route, fields):
+async def test_what_is_not_forced_is_passed_on_to_be_counted(policy, route, fields, sampling):
     assert (await policy.post(route, {"messages": [USER], "input": "Hi", **fields}))[0] == 200
-    assert policy.calls[0].sampling == {"reasoning_effort": "high"}
-
-
-async def test_at_most_one_tool_call_is_not_forced_but_counted(policy):
-    for route in ("chat/completions", "responses"):
-        assert (await policy.post(route, {"messages": [USER], "input": "Hi", "parallel_tool_calls": False}))[0] == 200
-    assert [call.sampling for call in policy.calls] == [{"parallel_tool_calls": False}] * 2
-
-
-@pytest.mark.parametrize(("route", "fields"), [
-    ("chat/completions", {"response_format": SCHEMA}), ("responses", {"text": {"format": SCHEMA}}),
-    ("messages", {"output_config": {"format": SCHEMA}}),
-])  # fmt: skip
-async def test_a_schema_of_the_answer_is_accepted_but_not_forced(policy, route, fields):
-    assert (await policy.post(route, {"messages": [USER], "input": "Hi", **fields}))[0] == 200
-    assert policy.calls[0].sampling == {"response_format": SCHEMA}
+    assert policy.calls[0].sampling == sampling
 
 
 async def test_the_tool_runner_of_anthropic_sends_its_whole_history(policy):

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.weights.probing import probe
 from torch import nn
 
 from telescope.weights.engine_experts import why_unreadable
-from telescope.weights.engine_weights import engine_weights, tied_names
-from telescope.weights.fingerprint import fingerprint
-from telescope.weights.plan import TensorMeta, to_hex
-from telescope.weights.probe import ProbeReport, compare
+from telescope.weights.engine_weights import tied_names
 
 EXPERTS, HIDDEN, INNER = 3, 8, 12
 PLACE = "model.layers.0.mlp.experts"
@@ -85,13 +83,6 @@ def engine(tensors: dict[str, torch.Tensor], rank: int, size: int, backend: str 
 
 def experts_of(model: Any) -> RoutedExperts:
     return model.get_submodule(f"{PLACE}.routed_experts")
-
-
-def probe(models: list[Any], tensors: dict[str, torch.Tensor]) -> ProbeReport:
-    sent_as = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    metas = [TensorMeta(name, tuple(tensor.shape), sent_as) for name, tensor in tensors.items()]
-    loaded = [{**engine_weights(m, metas), "shapes": {t.name: t.shape for t in metas}} for m in models]
-    return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in tensors.items()}, loaded=loaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.weights import probing
+from tests.unit.weights.probing import metas_of
 from torch import nn
 
 from telescope.weights.engine_weights import engine_weights, quantized_reference
-from telescope.weights.fingerprint import fingerprint
-from telescope.weights.plan import TensorMeta, to_hex
-from telescope.weights.probe import ProbeReport, compare
+from telescope.weights.probe import ProbeReport
 
 BLOCK = 128
 FP8_MAX = 448.0
@@ -91,12 +91,10 @@ def engine_model(tensors: dict[str, torch.Tensor]) -> Any:
 
 def probe(model: Any, sent: dict[str, torch.Tensor], arrived: dict[str, torch.Tensor]) -> ProbeReport:
     """Verifies a model after an update in which `sent` was sent and `arrived` arrived."""
-    metas = [TensorMeta(name, tuple(tensor.shape), "bfloat16") for name, tensor in sent.items()]
-    reference = quantized_reference(model, metas, quantize_blocks)
+    reference = quantized_reference(model, metas_of(sent), quantize_blocks)
     for name, tensor in arrived.items():
         reference.observe(name, tensor)
-    loaded = {**engine_weights(model, metas, reference), "shapes": {m.name: m.shape for m in metas}}
-    return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in sent.items()}, loaded=[loaded])
+    return probing.probe([model], sent, reference=reference)
 
 
 @pytest.fixture
@@ -141,8 +139,7 @@ def test_a_layer_of_which_a_tensor_is_missing_does_not_pass(tensors) -> None:
 
 
 def test_without_an_observed_update_quantized_layers_are_reported(tensors) -> None:
-    metas = [TensorMeta(name, tuple(tensor.shape), "bfloat16") for name, tensor in tensors.items()]
-    answer = engine_weights(engine_model(tensors), metas)
+    answer = engine_weights(engine_model(tensors), metas_of(tensors))
     assert [entry.split(" ")[0] for entry in answer["unaccounted"]] == [
         f"{ATTENTION}.qkv_proj.weight", f"{MLP}.w13_weight", f"{MLP}.w2_weight",
     ]  # fmt: skip

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.weights.probing import probe
 from torch import nn
 
 from telescope.weights.engine_weights import engine_weights
 from telescope.weights.fingerprint import fingerprint
 from telescope.weights.plan import TensorMeta, to_hex
-from telescope.weights.probe import ProbeReport, compare
+from telescope.weights.probe import compare
 
 HIDDEN, INNER, VOCABULARY, HEAD = 8, 12, 10, 2
 NUM_HEADS, NUM_KV_HEADS = 4, 2
@@ -122,13 +123,6 @@ def engine_model(tensors: dict[str, torch.Tensor], rank: int, size: int, *, tied
     else:
         root.lm_head = vocabulary(ParallelLMHead, "lm_head.weight")
     return root
-
-
-def probe(models: list[Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> ProbeReport:
-    sent_as = str(dtype).removeprefix("torch.")
-    metas = [TensorMeta(name, tuple(tensor.shape), sent_as) for name, tensor in tensors.items()]
-    loaded = [{**engine_weights(m, metas), "shapes": {t.name: t.shape for t in metas}} for m in models]
-    return compare(sent={n: to_hex(fingerprint(t.to(dtype))) for n, t in tensors.items()}, loaded=loaded)
 
 
 @pytest.fixture
