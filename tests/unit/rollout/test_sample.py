@@ -397,6 +397,39 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(scrip
     assert not bench.environments.open, "the environment keeps no state"
 
 
+@settings(max_examples=50)
+@given(
+    outcomes=st.lists(steps, max_size=12),
+    cancelled=st.sets(st.integers(0, 5)),
+    free=st.booleans(),
+    delays=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+)
+def test_many_rollouts_over_real_slots_leave_every_slot_free(outcomes, cancelled, free, delays):
+    pauses = iter(delays * 500)
+
+    async def pause() -> None:
+        await tick(next(pauses))
+
+    async def scenario() -> RequestSlotPool:
+        slots = RequestSlotPool([2])
+        slots.set_up(0, True)
+        engine = FakeEngine([DEAD if outcome == "dead" else None for outcome in outcomes], wait=pause)
+        running = []
+        for _ in range(6):
+            bench = Bench(engine, FakeEnvironments(on_call=pause), slots)  # type: ignore[arg-type]
+            running.append(asyncio.create_task(bench.run(free_lane_after_generation=free)))
+        await tick(3)
+        for index in cancelled:
+            running[index].cancel()
+            await pause()
+        await asyncio.gather(*running, return_exceptions=True)
+        return slots
+
+    slots = asyncio.run(scenario())
+    assert slots.num_used == slots.num_waiting == 0
+    assert sorted(slots.servers[0].free_slots) == [0, 1]
+
+
 def test_settings_of_a_run_come_from_its_config():
     config = TelescopeConfig.model_validate(
         {
