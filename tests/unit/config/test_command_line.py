@@ -2,8 +2,11 @@
 
 import io
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -63,6 +66,9 @@ def test_bad_input_exits_with_2_and_names_the_nearest(capsys, arguments, words):
     assert words in err
 
 
+ABSENT = ModuleNotFoundError("No module named 'absent'", name="absent.part")
+
+
 @pytest.mark.parametrize(("raised", "code", "words"), [
     (UserError("one thing"), 2, "telescope: one thing"),
     (ConfigError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
@@ -70,6 +76,10 @@ def test_bad_input_exits_with_2_and_names_the_nearest(capsys, arguments, words):
     (RunError("one error\nin two lines"), 1, "telescope: one error\nin two lines"),
     (KeyboardInterrupt(), 130, "Interrupted"),
     (SystemExit(3), 3, ""),
+    (ConfigError("it is \x1b[31mred\nit is red"), 2, "telescope: it is red\n"),
+    (ABSENT, 2, f"telescope: {mock.__file__}:"),
+    (ABSENT, 2, "needs the package absent.part, which is not"),
+    (ABSENT, 2, "Install it, perhaps with: pip install absent. `make setup`"),
 ])  # fmt: skip
 def test_errors_become_messages_and_exit_codes(capsys, monkeypatch, raised, code, words):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=raised))
@@ -78,10 +88,11 @@ def test_errors_become_messages_and_exit_codes(capsys, monkeypatch, raised, code
     assert words in err
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        cli.main(["runs"])
+@pytest.mark.parametrize("raised", [RuntimeError("a bug"), BrokenPipeError(32, "a connection broke")])
+def test_a_bug_and_a_broken_connection_keep_their_traceback(monkeypatch, raised):
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=raised))
+    with pytest.raises(type(raised), match=r"a bug|a connection broke"):
+        cli.main(["eval"])
 
 
 def test_arguments_of_train_are_separated_from_fields():
@@ -90,25 +101,8 @@ def test_arguments_of_train_are_separated_from_fields():
     assert build_parser().parse_args(["-c", "a.yaml", "-h"]).help == "short"
     assert build_parser().parse_args(["-h", "--help-all"]).help == "all"
     assert build_parser().parse_args(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("--dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
-    ("--dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
-    ("--dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", r"given twice: 80\.0 and 141.0"),
-])  # fmt: skip
-def test_flags_of_train_that_cannot_be_meant_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        build_parser().parse_args(arguments.split())
-
-
-@pytest.mark.parametrize(
-    "flags", [["--gpu-memory-gib", "79.6"], ["--gpu-memory-gib=79.6"], ["--gpu_memory_gib", "79.6"]]
-)
-def test_a_dry_run_accepts_the_memory_of_a_gpu(flags):
-    assert build_parser().parse_args(["--dry-run", *flags]).gpu_memory_gib == 79.6
-    assert build_parser().parse_args([*flags, "--dry-run"]).fields == []
-    assert build_parser().parse_args(["--dry-run"]).gpu_memory_gib is None
+    own = build_parser().parse_args(["--gpu_memory_gib=79.6", "--dry-run"])
+    assert (own.gpu_memory_gib, own.fields) == (79.6, [])
 
 
 @pytest.mark.parametrize("value", ["0", "-80", "nan", "inf", "1e300", "85899345920", "80GiB", "many", ""])
@@ -194,23 +188,13 @@ def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tm
 PROBLEM = "eval math500 at version 20 was skipped: the last eval on its servers is still running"
 
 
-@pytest.mark.parametrize(
-    ("summary", "words"),
-    [
-        (Summary(eval_problems=(PROBLEM,)), f"evals              1 problem, the last: {PROBLEM}"),
-        (Summary(heldout_failed=(0, 46)), "500 items (0 and 46 samples failed), temperature 1"),
-        (Summary(heldout_failed=(18,), heldout_after=None), "0.220 before training (500 items (18 samples failed))"),
-        (Summary(heldout_gain_interval=[0.27, 0.352]), "(+0.310, 95 % interval +0.270 to +0.352; 500 items"),
-        (Summary(heldout_gain_interval=[0.0, 0.0], heldout_after=0.22), "(+0.000 on every item; 500 items"),
-    ],
-    ids=[
-        "problems of evals",
-        "failed samples",
-        "failed samples before training",
-        "the interval of the gain",
-        "no gain",
-    ],
-)
+@pytest.mark.parametrize(("summary", "words"), [
+    (Summary(eval_problems=(PROBLEM,)), f"evals              1 problem, the last: {PROBLEM}"),
+    (Summary(heldout_failed=(0, 46)), "500 items (0 and 46 samples failed), temperature 1"),
+    (Summary(heldout_failed=(18,), heldout_after=None), "0.220 before training (500 items (18 samples failed))"),
+    (Summary(heldout_gain_interval=[0.27, 0.352]), "(+0.310, 95 % interval +0.270 to +0.352; 500 items"),
+    (Summary(heldout_gain_interval=[0.0, 0.0], heldout_after=0.22), "(+0.000 on every item; 500 items"),
+], ids=["problems of evals", "failed samples", "failed before training", "interval", "no gain"])  # fmt: skip
 def test_the_closing_lines_show(summary, words):
     assert words in closing_lines(summary)
     assert "problem" not in closing_lines(Summary())
@@ -284,3 +268,11 @@ def test_a_path_that_cannot_exist_or_be_read_is_refused_in_one_line(capsys, monk
     assert (code, out) == (2, "")
     expected = "'/locked/x' cannot be read: Permission denied" if path == "/locked/x" else "is not a path: "
     assert expected in err and err.count("\n") == 1 and len(err) < 300
+
+
+def test_a_locale_without_a_character_gets_its_number():
+    command = [sys.executable, "-m", "telescope", "config", "explain", "interleaved_rollouts"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "across turns \\u2014 avoids" in " ".join(done.stdout.split())
