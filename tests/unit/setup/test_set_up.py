@@ -27,33 +27,25 @@ def put_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scri
 
 
 @pytest.mark.parametrize(("script", "kind"), [
+    (None, "cpu"),
     ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "cuda"),
     ("echo 'No devices found.'", "cpu"),
     ("echo 'has failed because it could not communicate with the NVIDIA driver'; exit 9", "cpu"),
 ])  # fmt: skip
 def test_a_gpu_is_what_the_driver_lists(
-    set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, kind: str
+    set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, kind: str
 ):
-    put_on_path(tmp_path, monkeypatch, "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        put_on_path(tmp_path, monkeypatch, "nvidia-smi", script)
     assert set_up.find_kind() == kind
 
 
-def test_a_machine_without_the_driver_has_no_gpu(set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert set_up.find_kind() == "cpu"
-
-
 def test_pips_configuration_is_passed_to_uv(set_up: ModuleType):
-    options, environment = set_up.uv_options(
-        {
-            "index-url": "https://a/simple",
-            "extra-index-url": "https://b/simple\nhttps://c/simple",
-            "find-links": "/w",
-            "cert": "/ca.pem",
-            "default-timeout": "180",
-            "no-index": "0",
-        }
-    )
+    options, environment = set_up.uv_options({
+        "index-url": "https://a/simple", "extra-index-url": "https://b/simple\nhttps://c/simple", "find-links": "/w",
+        "cert": "/ca.pem", "default-timeout": "180", "no-index": "0",
+    })  # fmt: skip
     assert options == [
         "--index-strategy", "unsafe-best-match", "--default-index", "https://a/simple", "--index", "https://b/simple",
         "--index", "https://c/simple", "--find-links", "/w",
@@ -66,19 +58,19 @@ def test_configuration_unknown_to_uv_is_left_to_pip(set_up: ModuleType):
         set_up.uv_options({"client-cert": "/me.pem"})
 
 
+PIP_CONFIGURATION = r"""
+install.find-links='/from-the-section'
+global.find-links='/from-the-file'
+:env:.find-links='/from-env'
+global.index-url='https://a/simple'
+list.format='columns'
+"""
+
+
 def test_the_environment_of_pip_wins_over_its_files(
     set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    printed = "\\n".join(
-        [
-            "install.find-links='/from-the-section'",
-            "global.find-links='/from-the-file'",
-            ":env:.find-links='/from-env'",
-            "global.index-url='https://a/simple'",
-            "list.format='columns'",
-        ]
-    )
-    put_on_path(tmp_path, monkeypatch, "python", f'printf "{printed}\\n"')
+    put_on_path(tmp_path, monkeypatch, "python", f'echo "{PIP_CONFIGURATION.strip()}"')
     monkeypatch.setattr(set_up, "VENV_PYTHON", tmp_path / "bin" / "python")
     assert set_up.pip_configuration() == {"find-links": "/from-env", "index-url": "https://a/simple"}
 
@@ -143,41 +135,28 @@ def test_cpu_torch_is_requested_by_name_from_the_users_index_first(
         set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
 
 
+def start_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["/bin/sh", str(ROOT / "scripts" / "set_up.sh"), *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+
 def test_without_a_supported_python_the_error_names_what_to_install(tmp_path: Path):
     for name in ("python3", "python3.11", "python3.12", "python3.13", "python"):
         (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
         (tmp_path / name).chmod(0o755)
-    finished = subprocess.run(
-        ["/bin/sh", str(ROOT / "scripts" / "set_up.sh")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    finished = start_script(PATH=f"{tmp_path}:/usr/bin:/bin")
     assert finished.returncode == 2
     assert "Python 3.9.2" in finished.stderr
     assert "apt install" in finished.stderr
 
 
-def test_a_named_python_that_does_not_fit_is_refused(tmp_path: Path):
-    finished = subprocess.run(
-        ["/bin/sh", str(ROOT / "scripts" / "set_up.sh")],
-        env={"PATH": os.environ["PATH"], "PYTHON": "/bin/false"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert finished.returncode == 2
-    assert "PYTHON=/bin/false" in finished.stderr
-
-
-def test_a_named_python_may_have_a_space_in_its_path(tmp_path: Path):
+def test_a_named_python_may_have_a_space_in_its_path_and_is_refused_unless_it_fits(tmp_path: Path):
+    refused = start_script(PATH=os.environ["PATH"], PYTHON="/bin/false")
+    assert refused.returncode == 2 and "PYTHON=/bin/false" in refused.stderr
     python = tmp_path / "my python"
     python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@"\n')
     python.chmod(0o755)
-    command = ["/bin/sh", str(ROOT / "scripts" / "set_up.sh"), "--x"]
-    variables = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
-    assert subprocess.check_output(command, env=variables, text=True) == "scripts/set_up.py --x\n"
+    assert start_script("--x", PATH=os.environ["PATH"], PYTHON=str(python)).stdout == "scripts/set_up.py --x\n"
 
 
 def test_without_venv_the_error_names_its_package(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch):

@@ -1,14 +1,28 @@
-"""Exit codes in words, guarded commands, and threads that nothing waits for."""
+"""Exit codes in words, guarded commands, threads that nothing waits for, log files, and the cycle collector."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
-from telescope.utils.process import describe_exit, start_daemon_thread, without_proxy
+from telescope.utils.process import (
+    THRESHOLDS,
+    describe_exit,
+    freeze_heap,
+    log_size,
+    log_tail,
+    open_log,
+    rare_full_collections,
+    rotate_log,
+    start_daemon_thread,
+    unfreeze_heap,
+    without_proxy,
+)
 
 
 @pytest.mark.parametrize(("code", "words"), [
@@ -17,11 +31,6 @@ from telescope.utils.process import describe_exit, start_daemon_thread, without_
 ])  # fmt: skip
 def test_an_exit_code_names_the_signal(code: int, words: str) -> None:
     assert describe_exit(code) == words
-
-
-def test_the_code_is_that_of_subprocess() -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
-    assert describe_exit(ended.returncode) == "was killed by SIGTERM"
 
 
 def test_a_host_without_proxy_is_added_unless_all_are(monkeypatch) -> None:
@@ -99,3 +108,97 @@ def test_the_end_of_a_guarded_command_is_printed_unless_it_was_asked_to_end(comm
     _, errors = process.communicate(timeout=30)
     assert said in errors and bool(said) == bool(errors)
     assert sent is None or process.returncode == 128 + sent, "the guard ended before it could pass the signal on"
+
+
+def test_lines_are_appended_and_the_tail_is_of_what_came_after_the_start(tmp_path):
+    path = tmp_path / "logs" / "x.log"
+    with open_log(path) as log:
+        log.write(b"before\n")
+    start = log_size(path)
+    with open_log(path) as log:
+        log.write(b"one\ntwo\xff\n")
+    assert log_tail(path, 1000, start=start) == "one\ntwo\ufffd"
+    assert log_tail(path, 5, start=start) == "two\ufffd"
+
+
+def test_a_log_that_was_replaced_by_a_shorter_one_is_read_from_its_end(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text("new")
+    assert log_tail(path, 1000, start=500) == "new"
+
+
+def test_a_folder_that_cannot_be_made_only_loses_the_log(tmp_path, caplog):
+    (tmp_path / "logs").write_text("in the way")
+    path = tmp_path / "logs" / "x.log"
+    with open_log(path) as log:
+        log.write(b"lost\n")
+    assert "its output is lost" in caplog.text
+    assert (log_size(path), log_tail(path, 1000)) == (0, "")
+
+
+def test_a_long_log_is_rotated_while_a_process_appends_to_it(tmp_path):
+    path = tmp_path / "x.log"
+    with open_log(path) as log:
+        for number in range(3):
+            log.write(bytes([ord("a") + number]) * 1000)
+            log.flush()
+            rotate_log(path, 1500)
+        log.write(b"next")
+    assert path.read_bytes() == b"c" * 1000 + b"next"
+    assert path.with_name("x.log.1").read_bytes() == b"a" * 500 + b"b" * 1000
+
+
+LONGEST_PAUSE_CONTAINERS = 6_000
+"""What a collection may visit when all that is young is alive, at about 1 us each: 6 ms."""
+
+
+def test_young_collections_visit_few_containers() -> None:
+    visited: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] < 2:
+            visited.append(sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)))
+
+    alive: list[list[int]] = []
+    with rare_full_collections():
+        gc.callbacks.append(count)
+        try:
+            alive.extend([] for _ in range(10 * THRESHOLDS[0]))
+        finally:
+            gc.callbacks.remove(count)
+    assert len(visited) >= 9
+    assert max(visited) <= LONGEST_PAUSE_CONTAINERS
+
+
+def test_what_exists_at_the_start_is_left_out_and_everything_is_undone_also_after_a_failure() -> None:
+    def fail() -> None:
+        with rare_full_collections():
+            assert gc.get_freeze_count() > 0
+            assert gc.get_threshold()[2] > before[2]
+            raise KeyError("a loop failed")
+
+    before = gc.get_threshold()
+    with pytest.raises(KeyError):
+        fail()
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+class InACycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_excluded_garbage_is_freed_by_the_next_call() -> None:
+    alive = InACycle()
+    seen = weakref.ref(alive)
+    try:
+        freeze_heap()
+        del alive
+        gc.collect()
+        assert seen() is not None
+        freeze_heap()
+        assert seen() is None
+    finally:
+        unfreeze_heap()
+        assert gc.get_freeze_count() == 0
