@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import TypeAdapter
+from tests.repository_modules import load_script
 
 from telescope.dashboard.app import create_app
 
@@ -27,3 +28,8 @@ def test_an_answer_has_exactly_the_declared_fields(client, path):
     assert body or path.endswith("/in_flight"), "an ended run has no samples in flight"
     adapter = TypeAdapter(DECLARED[path])
     assert adapter.dump_python(adapter.validate_python(body), mode="json", exclude_unset=True) == body
+
+
+def test_the_types_of_the_pages_are_those_of_the_api():
+    with load_script("generate_api_types") as script:
+        assert script.TYPES.read_text() == script.generate(), "run `python scripts/generate_api_types.py`"

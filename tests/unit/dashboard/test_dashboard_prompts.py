@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tests.unit.dashboard.conftest import NUM_STEPS, client_of, sample_rows, write_sample
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from telescope.dashboard import rollouts
-from telescope.dashboard.rollouts import add_tokens
+from telescope.dashboard.rollouts import add_tokens, find_tokenizer, token_texts
 from telescope.record.recorder import Recorder
 
 RUN = "/api/runs/first"
@@ -137,3 +139,38 @@ def test_items_of_an_eval_are_listed_without_the_instruction_that_all_have(tmp_p
     client = client_of(tmp_path)
     rows = client.get("/api/runs/run/evals/1/e/samples").json()
     assert [row["prompt"] for row in rows] == ["… 0 + 1?", "… 1 + 1?"]
+
+
+def write_tokenizer(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    words = {"▁the": 0, "▁answer": 1, "s": 2, "<end>": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_tokens_keep_the_blank_before_a_word(tmp_path):
+    path = write_tokenizer(tmp_path / "model")
+    texts = token_texts(path, [0, 1, 2])
+    assert "".join(texts).lstrip() == "the answers"
+    assert texts[1:] == [" answer", "s"]
+
+
+def test_the_run_directory_comes_before_the_model_of_the_config(tmp_path):
+    own = write_tokenizer(tmp_path / "run" / "model")
+    other = write_tokenizer(tmp_path / "base")
+    assert find_tokenizer(tmp_path / "run", str(other.parent)) == own
+    assert find_tokenizer(tmp_path / "elsewhere", str(other.parent)) == other
+
+
+def test_a_model_that_is_not_on_this_machine_has_no_tokenizer(tmp_path):
+    assert find_tokenizer(tmp_path, "nobody/no-such-model-here") is None
+    assert find_tokenizer(tmp_path, "/no/such/folder") is None
+    assert find_tokenizer(tmp_path, None) is None
+
+
+def test_a_damaged_tokenizer_gives_no_texts(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert token_texts(tmp_path / "tokenizer.json", [1]) is None

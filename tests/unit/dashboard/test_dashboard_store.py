@@ -10,6 +10,7 @@ import duckdb
 import pytest
 from tests.unit.dashboard.conftest import NUM_GROUPS, client_of, hold, write_run, write_step
 
+from telescope.dashboard import registry
 from telescope.dashboard.store import RunStore, key_of
 from telescope.record.query import block_rows
 from telescope.record.reader import Run
@@ -272,3 +273,39 @@ def test_a_name_that_is_no_unicode_does_not_hide_the_runs(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         begin_run(recorder, name="half \ud800", config_hash="c", config_json="{}", first_step=0, num_steps=1)
     assert [row["name"] for row in client_of(tmp_path).get("/api/runs").json()["runs"]] == ["half ?"]
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Requests to the runs `a`, `b` and `c`, and their registry."""
+    for name in "abc":
+        with Recorder(tmp_path / name) as recorder:
+            write_step(recorder, 0)
+    client = client_of(tmp_path)
+    return client, client.app.state.registry
+
+
+def opened(runs):
+    return {run_id for run_id, store in runs.stores().items() if store.is_open}
+
+
+def ask(client, *runs):
+    for run in runs:
+        assert client.get(f"/api/runs/{run}/samples").json()["total"] == 16
+
+
+def test_the_runs_that_were_used_longest_ago_are_closed(three, monkeypatch):
+    client, runs = three
+    monkeypatch.setattr(registry, "MAX_OPENED", 2)
+    monkeypatch.setattr(registry, "IDLE_SECONDS", -1.0)
+    ask(client, "a", "b", "a", "c")
+    assert opened(runs) == {"a", "c"}
+    ask(client, "b")
+    assert opened(runs) == {"b", "c"}
+
+
+def test_a_run_that_was_just_used_stays_open(three, monkeypatch):
+    client, runs = three
+    monkeypatch.setattr(registry, "MAX_OPENED", 1)
+    ask(client, "a", "b", "c")
+    assert opened(runs) == {"a", "b", "c"}
