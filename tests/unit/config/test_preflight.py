@@ -62,7 +62,8 @@ CHECKPOINTS = {"run_dir": "{}/run", "checkpoint_every": 2}
 
 
 @pytest.mark.parametrize(("check", "values", "pattern"), [
-    (preflight.check_ports, {"inference_host": "192.0.2.1", "inference_base_port": 18100}, "^inference_host is "),
+    (preflight.check_ports, {"inference_host": "192.0.2.1", "inference_base_port": 18100},
+     "^inference_host is '192.0.2.1'"),
     (preflight.check_prometheus_address, {"prometheus_address": "192.0.2.1:9400"}, "where the driver cannot listen: "),
     (preflight.check_run_dir, {"run_dir": "{}/file/run"}, "is a file.*TELESCOPE_RUN_DIR"),
     (preflight.check_run_dir, {"run_dir": "/proc/telescope/run"}, "not writable"),
