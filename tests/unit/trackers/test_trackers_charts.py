@@ -1,8 +1,12 @@
-"""Hundreds of series per second become a few numbers of a chart."""
+"""Series become a few numbers of a chart, and the histograms of a step are sent once, when all of them are there."""
+
+from typing import Any
 
 import pytest
 
-from telescope.trackers.charts import GaugeCharts
+from telescope.trackers.charts import GaugeCharts, StepHistograms
+
+BINS = ([1, 3], [0.0, 0.5, 1.0])
 
 
 def row(name: str, value: float | None, time: float = 0.0, **columns: object) -> dict[str, object]:
@@ -51,3 +55,34 @@ def test_labels_are_part_of_the_name():
 def test_what_is_no_number_to_look_at_is_left_out():
     rows = [row("gpu_given", 1.0), row("telescope:engine_clock_seconds", 9.0), row("vllm:kv_cache_usage_perc", None)]
     assert GaugeCharts().values(rows) == {}
+
+
+def histogram_row(step: int, metric: str = "reward", environment: str = "", bins: Any = BINS) -> dict[str, Any]:
+    return {"step": step, "metric": metric, "environment": environment, "histogram": bins[0], "bin_edges": bins[1]}
+
+
+def test_the_newest_step_waits_for_the_rest_of_its_rows():
+    histograms = StepHistograms()
+    assert list(histograms.take([histogram_row(0), histogram_row(0, "age"), histogram_row(1)])) == [
+        (0, {"distribution/reward": BINS, "distribution/age": BINS})
+    ]
+    assert list(histograms.take([histogram_row(1, "age")])) == []
+    assert [(step, len(values)) for step, values in histograms.take([], last=True)] == [(1, 2)]
+
+
+def test_environments_have_histograms_when_there_are_several():
+    one = [histogram_row(0), histogram_row(0, environment="a")]
+    ((_, values),) = StepHistograms().take(one, last=True)
+    assert list(values) == ["distribution/reward"]
+    ((_, values),) = StepHistograms().take([*one, histogram_row(0, "sample_metrics/x", "b")], last=True)
+    assert list(values) == ["distribution/reward", "distribution/a/reward", "distribution/b/sample_metrics/x"]
+
+
+def test_a_step_that_is_trained_again_is_not_sent_again():
+    histograms = StepHistograms()
+    assert [step for step, _ in histograms.take([histogram_row(0), histogram_row(1), histogram_row(2)])] == [0, 1]
+    assert [step for step, _ in histograms.take([histogram_row(1), histogram_row(2), histogram_row(3)])] == [2]
+
+
+def test_a_row_without_a_histogram_is_left_out():
+    assert list(StepHistograms().take([histogram_row(0, bins=(None, None))], last=True)) == []
