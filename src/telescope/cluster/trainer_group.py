@@ -60,7 +60,7 @@ COLLECTIVE_ERRORS = re.compile(
 )
 """Errors of a rank whose peer has exited."""
 
-OUT_OF_GPU_MEMORY = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+OUT_OF_GPU_MEMORY = re.compile(r"CUDA.*out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""

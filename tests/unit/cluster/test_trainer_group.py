@@ -281,9 +281,10 @@ async def test_a_collective_that_fails_waits_until_the_loss_of_a_node_is_known(t
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:93\nCuda failure 'out of memory'"),
+    torch.distributed.DistBackendError("NCCL error\nLast error:\nFailed to CUDA calloc async 4 bytes"),
     torch.AcceleratorError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-], ids=["allocator", "nccl", "kernel", "cublas"])  # fmt: skip
+], ids=["allocator", "nccl", "buffer of nccl", "kernel", "cublas"])  # fmt: skip
 async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(group, rank, error):
     rank.fails_at, rank.error = "warm_up", error
     message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len, set recompute_attention to true, .*"
