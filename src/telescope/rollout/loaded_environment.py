@@ -218,7 +218,10 @@ class LoadedEnvironment:
         found = multi_turn_environment(self.environment)
         tools = found.template_tools
         answer = assistant_message(found.form_of_a_call if tools else "One.")
-        return [answer, {"role": found.role_of_replies, "name": "tool", "content": "Again."}], tools
+        reply = {"role": found.role_of_replies, "content": "Again."}
+        if found.role_of_replies == "tool":
+            reply["name"] = "tool"
+        return [answer, reply], tools
 
     def _check_template(self, renderer: Renderer) -> None:
         """Raises `UserError` for a message that the template leaves out, and for a last one of the assistant.
