@@ -236,12 +236,21 @@ class LogsPage(Page):
 
     level = ""
     follows = True
+    components: Sequence[str] = ()
     next_row: int | None = None
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder=f"/ search, or {COMPONENT}trainer-0", id="log-filter")
         yield Static(id="log-state", markup=False)
         yield RichLog(max_lines=MOST_LINES, wrap=True, markup=False, highlight=False, auto_scroll=False)
+
+    def on_mount(self) -> None:
+        self.watch(self.query_one(RichLog), "scroll_y", self.scrolled, init=False)
+
+    def scrolled(self) -> None:
+        """Follows while the end is in view, so that new lines do not move what the user has scrolled to."""
+        self.follows = self.query_one(RichLog).is_vertical_scroll_end
+        self.show_state()
 
     def read(self) -> dict[str, Any]:
         """Returns the newest lines in the first call, and new lines in later calls."""
@@ -264,9 +273,14 @@ class LogsPage(Page):
             lines.write(draw_line(row), width=max(20, lines.scrollable_content_region.width), scroll_end=False)
         if self.follows:
             lines.scroll_end(animate=False)
+        self.components = found["components"]
+        self.show_state()
+
+    def show_state(self) -> None:
+        """Shows the chosen level, whether the page follows, and the components."""
         level = f"{self.level.lower()} and above" if self.level else "all levels"
         follows = "follows" if self.follows else "stands still, f follows"
-        components = ", ".join(map(single_line, found["components"]))
+        components = ", ".join(map(single_line, self.components))
         self.query_one("#log-state", Static).update(f"{level}, {follows}; components: {components}")
 
     def action_level(self) -> None:

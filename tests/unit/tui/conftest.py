@@ -54,6 +54,11 @@ class View:
         self.app.read_grown()
         await self.settle()
 
+    async def animations(self) -> None:
+        """Waits until nothing scrolls any more."""
+        await self._pilot.wait_for_scheduled_animations()
+        await self.settle()
+
     async def settle(self) -> None:
         """Waits until everything is read and drawn."""
         num_quiet = 0

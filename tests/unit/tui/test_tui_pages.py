@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.unit.tui.conftest import NUM_SERVERS, NUM_STEPS, Open
-from textual.widgets import DataTable, Footer, OptionList, Tabs
+from textual.widgets import DataTable, Footer, OptionList, RichLog, Tabs
 
 from telescope.dashboard.events import TableSizes
 from telescope.record.reader import Run
@@ -222,6 +222,42 @@ async def test_log_lines_are_chosen_by_level_component_and_text(replayed: Path, 
         await view.press("slash")
         await view.write("component=inference max model len")
         assert len(view.text("RichLog").strip().splitlines()) == NUM_SERVERS
+
+
+async def test_scrolling_up_in_the_logs_stops_following_until_the_end_is_in_view(
+    tmp_path: Path, open_view: Open
+) -> None:
+    with Replay(tmp_path / "live", num_steps=50) as replay:
+
+        def log(message: str) -> None:
+            line = {"time": time.time(), "level": "INFO", "component": "x", "message": message}
+            replay.recorder.write("logs", line)
+            replay.recorder.flush()
+
+        for place in range(100):
+            log(f"line {place}")
+        async with open_view(tmp_path / "live") as view:
+            await view.press("4")
+            lines = view.app.query_one(RichLog)
+            assert lines.is_vertical_scroll_end and ", follows;" in view.text("#log-state")
+            await view.press("pageup")
+            await view.animations()
+            before = lines.scroll_offset.y
+            log("new")
+            await view.poll()
+            assert lines.lines[-1].text.strip().endswith("new")
+            assert lines.scroll_offset.y == before and "stands still" in view.text("#log-state")
+            await view.press("end")
+            await view.animations()
+            assert ", follows;" in view.text("#log-state")
+            log("newer")
+            await view.poll()
+            assert lines.is_vertical_scroll_end
+            await view.press("k")
+            await view.animations()
+            assert "stands still" in view.text("#log-state")
+            await view.press("f")
+            assert lines.is_vertical_scroll_end and ", follows;" in view.text("#log-state")
 
 
 async def test_a_live_run_grows_on_the_page_that_is_seen(tmp_path: Path, open_view: Open) -> None:
