@@ -260,7 +260,13 @@ class Checkpointer:
         """Starts the checkpoint of a finished step, if one is due. First waits until the last one is written."""
         every = int(self.config.checkpoint_every)
         if every and step % every == 0:
+            started_at = time.time()
             await self.wait()
+            if (waited := time.time() - started_at) > SLOW_SECONDS:
+                logger.warning(
+                    "Training waited %.1f s until the last checkpoint was written. Raise checkpoint_every, or use a "
+                    "faster disk", waited
+                )  # fmt: skip
             await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
 
     async def save_last(
@@ -277,7 +283,6 @@ class Checkpointer:
     async def wait(self) -> None:
         """Waits until no checkpoint is being written."""
         if self._writing is not None:
-            started_at = time.time()
             while not self._writing.done():
                 left = self.seconds_left()
                 if left == 0:
@@ -289,12 +294,6 @@ class Checkpointer:
                 self.status.progressed()
             self._writing.result()
             self._writing = None
-            waited = time.time() - started_at
-            if waited > SLOW_SECONDS:
-                logger.warning(
-                    "Training waited %.1f s until the last checkpoint was written. Raise checkpoint_every, or use a "
-                    "faster disk", waited
-                )  # fmt: skip
 
     async def ranks_replaced(self) -> None:
         """Waits for the end of a write whose ranks are gone. `continue_after` removes its remains."""

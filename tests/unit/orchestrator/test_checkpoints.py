@@ -16,6 +16,7 @@ from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
 from telescope.health import verdict
+from telescope.orchestrator import checkpoints
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpointer, CheckpointFolder, with_free_space
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
@@ -158,6 +159,15 @@ async def test_checkpoints_that_fail_for_hours_are_reported_every_hour(tmp_path)
         saving.checkpointer._announced_at -= 25 * 60  # as if a step took so long
     news = [text for text in saving.status.messages if "was not written" in text]
     assert [text.split()[4] for text in news] == ["2", "5"]
+
+
+async def test_a_slow_disk_is_named_only_when_a_step_waits_for_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoints, "SLOW_SECONDS", 0.0)
+    saving = Saving(tmp_path, checkpoint_every=2)
+    await saving.checkpointer.save_last(1, lambda: RunState(step=1))
+    assert "Training waited" not in caplog.text, "the run had ended"
+    await saving.steps(4)
+    assert caplog.text.count("Training waited") == 2
 
 
 @pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
