@@ -137,6 +137,9 @@ def _tree(trial: Trial) -> Tree:
         trees.append((at, at.add(line)))
         for call in turn.tool_calls if trial.problem else ():
             trees[-1][1].add(_output(call["error"] or call["result"] or ""))
+    if sample.reward is not None and sample.reward.sample_metrics:
+        metrics = (f"{name} {value:.4g}" for name, value in sample.reward.sample_metrics.items())
+        top.add(Text(f"metrics: {', '.join(metrics)}"))
     if trial.problem and sample.reward is not None:
         for name, value in sample.reward.sample_tags.items():
             top.add(_output(f"{name}: {value}"))

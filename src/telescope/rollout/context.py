@@ -67,7 +67,7 @@ class AgentRollout:
         self._joins = Joins(renderer, interleaved=rollout.settings.interleaved)
         self._failure: InfrastructureError | None = None
         self._counts: Counter[str] = Counter()
-        """Metrics: replaced parameters of calls, and completions that no client has read."""
+        """Metrics: replaced parameters of calls, refused requests, and completions that no client has read."""
         self._sandboxes: list[Sandbox] = []
         self._holders: set[asyncio.Task[Any]] = set()
         """Tasks that wait for an answer, a turn loop, a program or a sandbox."""
@@ -89,7 +89,7 @@ class AgentRollout:
         contain_exits(asyncio.get_running_loop())
         COMPLETE.set(self._judge)
         await _import_sdks(type(environment))
-        self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop)
+        self.api_key = self._endpoint.open(self.complete, self._joins.count, self._drop, self._refused)
         rollout.trajectory.agent_started_at = time.time()
         try:
             result = await within(seconds, without_exit(environment.rollout(sample, context)))
@@ -223,6 +223,10 @@ class AgentRollout:
         """Excludes from training a completion that no client has read."""
         self._rollout.trajectory.turns[int(answer.id)].trained = False
         self._counts["agent/dropped_answers"] += 1
+
+    def _refused(self, code: str) -> None:
+        """Counts a request that got an error, which an agent's own code may catch."""
+        self._counts[f"agent/refused_{code}"] += 1
 
     async def take_turns(self) -> RewardResult:
         with self._calling():

@@ -76,6 +76,7 @@ class _Rollout:
     complete: Callable[[Call], Awaitable[Answer]]
     count: Callable[[Call], int]
     dropped: Callable[[Answer], object]
+    refused: Callable[[str], object]
     dialects: dict[str, Dialect] = field(default_factory=new_dialects)
     calls: defaultdict[str, list[_Pending]] = field(default_factory=lambda: defaultdict(list))
     """Calls by the hash of the request, or by its `Idempotency-Key`."""
@@ -158,14 +159,16 @@ class Endpoint:
         complete: Callable[[Call], Awaitable[Answer]],
         count: Callable[[Call], int],
         dropped: Callable[[Answer], object] = lambda answer: None,
+        refused: Callable[[str], object] = lambda code: None,
     ) -> str:
         """Returns the API key of a new rollout.
 
         `complete` is `Services.complete`. `count` returns the number of prompt tokens of a call. `dropped` is called
-        with each completion that no client has read.
+        with each completion that no client has read, and `refused` with the error code, or else the status, of each
+        request that gets an error.
         """
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._rollouts[key] = _Rollout(complete, count, dropped)
+        self._rollouts[key] = _Rollout(complete, count, dropped, refused)
         return key
 
     def close_rollout(self, key: str) -> None:
@@ -175,17 +178,20 @@ class Endpoint:
                 rollout.drop(pending)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        rollout = self._rollouts.get(key)
         try:
-            return await self._route(request)
+            return await self._route(request, key)
         except Exception as error:
             refusal = _refusal(error)
+        if rollout is not None:
+            rollout.refused(refusal.code or str(refusal.status))
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {"x-should-retry": "false"}
         body = _encode(_error(refusal))
         return web.Response(body=body, status=refusal.status, headers=headers, content_type=_JSON)
 
-    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _route(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         headers = request.headers
-        key = headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
         rollout = self._rollouts.get(key)
         if rollout is None:
             message = "Incorrect API key provided: it is not the key of a rollout that is running here."

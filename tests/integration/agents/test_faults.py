@@ -41,8 +41,8 @@ async def program(context: RolloutContext, code: str) -> str:
 
 
 async def ask(context: RolloutContext, text: str = "Hi", **fields: Any) -> Any:
-    messages: Any = [{"role": "user", "content": text}]
-    return await context.openai().chat.completions.create(messages=messages, **{"model": "policy", **fields})
+    body: Any = {"model": "policy", "messages": [{"role": "user", "content": text}], **fields}
+    return await context.openai().chat.completions.create(**body)
 
 
 async def refused(call: Awaitable[Any]) -> str:
@@ -138,6 +138,12 @@ async def test_a_fault_of_an_agent_trains_only_what_it_was_answered(bench: Any, 
     policy.requests = [r for r, prompt in zip(policy.requests, policy.prompts, strict=True) if SLOW not in prompt]
     sampled_once(sample, policy)
     assert made.slots.num_leased == 0
+
+
+async def test_a_refusal_that_the_agent_catches_is_counted_by_its_code(bench: Any) -> None:
+    for act, code in ((is_refused(model="gpt-6"), "model_not_found"), (is_refused(messages="Hi"), "400")):
+        sample = await (await bench(Faulty, lambda prompt: "Hello.", act=act)).run()
+        assert sample.reward.sample_metrics == {f"agent/refused_{code}": 1, "agent/calls": 1}
 
 
 async def lacks_a_package(context: RolloutContext) -> str:

@@ -230,6 +230,7 @@ def test_forks_of_an_agent_are_shown_with_their_cause(capsys, tmp_path):
     assert [line.partition("call ")[2][0] for line in tree[1:5]] == ["1", "3", "2", "4"]
     assert "fork, branch: +" in tree[2]
     assert "fork, edited_history: +" in tree[4]
+    assert tree[5] == "└── metrics: agent/calls 4"
 
 
 def test_a_new_agent_passes_the_check_and_its_answers_can_be_tried(capsys, tmp_path):
