@@ -57,7 +57,7 @@ class DemoRun:
         return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
-        """Trains and returns the summary. Raises `CalledProcessError` on failure; the output shows the last lines."""
+        """Trains and returns the summary. Exits with the run's code if it fails, which its output explains."""
         if self.released is None:
             model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
         else:
@@ -67,7 +67,8 @@ class DemoRun:
         command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
         with tempfile.TemporaryDirectory(prefix="telescope-demo-") as folder:
             run_dir = Path(folder) / "run"
-            subprocess.run([*command, f"--run_dir={run_dir}"], check=True, cwd=REPOSITORY)
+            if code := subprocess.run([*command, f"--run_dir={run_dir}"], cwd=REPOSITORY).returncode:
+                sys.exit(code)
             summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
             summary |= heldout_turns(run_dir)
         return {name: value for name, value in summary.items() if name not in NOT_KEPT}

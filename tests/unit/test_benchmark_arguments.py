@@ -1,4 +1,4 @@
-"""Arguments of the benchmarks that train the demo."""
+"""Arguments and failures of the benchmarks that train the demo."""
 
 import sys
 from pathlib import Path
@@ -20,3 +20,14 @@ def test_quick_replaces_only_what_is_not_given(monkeypatch, given, seeds, steps)
     monkeypatch.setattr(sys, "argv", ["benchmark", *given])
     arguments = parse_runs(parser_of_runs("Trains.", "few steps", "60"), quick_steps=5)
     assert (arguments.seeds, arguments.steps) == (seeds, steps)
+
+
+def test_a_failed_run_ends_a_benchmark_with_its_code_and_without_a_traceback(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo_runs
+
+    monkeypatch.setattr(demo_runs, "ensure_tiny_model", lambda **_: "model")
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(SystemExit) as caught:
+        demo_runs.DemoRun(0, {}).train(8100)
+    assert caught.value.code == 1
