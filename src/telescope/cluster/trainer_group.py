@@ -61,9 +61,19 @@ COLLECTIVE_ERRORS = re.compile(
 """Errors of a rank whose peer has exited."""
 
 OUT_OF_GPU_MEMORY = re.compile(r"CUDA.*out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+"""Errors of kernels, NCCL and cuBLAS, which have no type for it."""
+
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""
+
+
+def _is_out_of_gpu_memory(error: Exception) -> bool:
+    if isinstance(error, RunError):
+        return False
+    # By its name, since the driver does not import torch. Ray's error of the same name means memory of the host.
+    is_named = repr(type(error)) == "<class 'torch.OutOfMemoryError'>"
+    return is_named or (isinstance(error, RuntimeError) and OUT_OF_GPU_MEMORY.search(str(error)) is not None)
 
 
 class TrainerGroup:
@@ -333,13 +343,11 @@ class TrainerGroup:
                 self._has_loss.set()
             raise loss from None
         except Exception as error:
-            # Allocators, kernels and NCCL have types of their own for it. Ray's OutOfMemoryError, which means memory of
-            # the host, is no RuntimeError.
-            if not (isinstance(error, RuntimeError) and OUT_OF_GPU_MEMORY.search(str(error))):
+            if not _is_out_of_gpu_memory(error):
                 raise
             logger.exception("%s, trainer rank %d", what, rank)
-            advice = less_trainer_memory(self.config, self.config.recompute_attention is True)
-            changes = ", ".join(["Lower seq_len", *advice])
+            advice = less_trainer_memory(self.config, self.config.recompute_attention is not False)
+            changes = ", ".join(["Lower seq_len or entropy_chunk_size", *advice])
             raise RunError(
                 f"Trainer rank {rank} ran out of GPU memory during: {what}. {changes}, or raise trainer_num_workers; "
                 "`telescope train --dry-run` shows what takes how much "

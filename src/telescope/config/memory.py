@@ -388,18 +388,20 @@ def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
 
 
 def less_trainer_memory(config: TelescopeConfig, recomputes_attention: bool) -> list[str]:
-    """Returns what lowers the memory of a trainer rank with the same ranks and rows, cheapest first."""
-    if config.train_backend == "megatron":
-        advice = [] if config.megatron_gradient_checkpointing else ["set megatron_gradient_checkpointing to true"]
-        return advice + (
-            [] if config.megatron_optimizer_cpu_offload else ["set megatron_optimizer_cpu_offload to true"]
-        )
+    """Returns advice that lowers the memory of a trainer rank with the same ranks and `seq_len`, cheapest first."""
     advice = []
+    if config.train_backend == "megatron":
+        if not config.megatron_gradient_checkpointing:
+            advice.append("set megatron_gradient_checkpointing to true")
+        # The two exclude each other.
+        if not (config.megatron_optimizer_cpu_offload or config.megatron_use_precision_aware_optimizer):
+            advice.append("set megatron_optimizer_cpu_offload to true")
+        return advice
     if not config.gradient_checkpointing:
         advice.append("set gradient_checkpointing to true")
     elif config.gradient_checkpointing_layers is not None:
         advice.append("remove gradient_checkpointing_layers")
-    elif not recomputes_attention:
+    if config.gradient_checkpointing and not recomputes_attention:
         advice.append("set recompute_attention to true")
     if config.model_dtype != "bfloat16":
         advice.append('set model_dtype to "bfloat16"')

@@ -287,7 +287,7 @@ async def test_a_collective_that_fails_waits_until_the_loss_of_a_node_is_known(t
 ], ids=["allocator", "nccl", "buffer of nccl", "kernel", "cublas"])  # fmt: skip
 async def test_a_rank_that_runs_out_of_gpu_memory_names_the_fields_to_change(group, rank, error):
     rank.fails_at, rank.error = "warm_up", error
-    message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len, set recompute_attention to true, .*"
+    message = r"rank 0 ran out of GPU memory during: compiling .*\. Lower seq_len or entropy_chunk_size, set .*"
     with pytest.raises(RunError, match=message + re.escape(str(error))):
         await group.warm_up()
 
