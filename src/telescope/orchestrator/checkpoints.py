@@ -261,8 +261,7 @@ class Checkpointer:
         every = int(self.config.checkpoint_every)
         if every and step % every == 0:
             started_at = time.time()
-            await self.wait()
-            if (waited := time.time() - started_at) > SLOW_SECONDS:
+            if await self.wait() and (waited := time.time() - started_at) > SLOW_SECONDS:
                 logger.warning(
                     "Training waited %.1f s until the last checkpoint was written. Raise checkpoint_every, or use a "
                     "faster disk", waited
@@ -280,8 +279,8 @@ class Checkpointer:
             await self._begin(step, state().state_dict())
             await self.wait()
 
-    async def wait(self) -> None:
-        """Waits until no checkpoint is being written."""
+    async def wait(self) -> bool:
+        """Waits until no checkpoint is being written, unless the time is over. Returns whether it waited for one."""
         if self._writing is not None:
             while not self._writing.done():
                 left = self.seconds_left()
@@ -289,11 +288,13 @@ class Checkpointer:
                     self._writing.cancel()  # the next start removes its remains
                     self._skipped(self._writing.get_name())
                     self._writing = None
-                    return
+                    return False
                 await asyncio.wait([self._writing], timeout=min(left or PROGRESS_SECONDS, PROGRESS_SECONDS))
                 self.status.progressed()
             self._writing.result()
             self._writing = None
+            return True
+        return False
 
     async def ranks_replaced(self) -> None:
         """Waits for the end of a write whose ranks are gone. `continue_after` removes its remains."""
