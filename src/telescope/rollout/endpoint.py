@@ -85,6 +85,9 @@ class _Rollout:
     num_refused: int = 0
     """Requests that were refused with 429 and have not been sent again."""
 
+    def count_refusal(self, refusal: Refusal) -> None:
+        self.refused(refusal.code or str(refusal.status))
+
     def start(self, call: Call, request: web.BaseRequest, raw: bytes) -> _Pending:
         """Returns the call that a request repeats, or a new one."""
         named = request.headers.get("Idempotency-Key")
@@ -165,7 +168,7 @@ class Endpoint:
 
         `complete` is `Services.complete`. `count` returns the number of prompt tokens of a call. `dropped` is called
         with each completion that no client has read, and `refused` with the error code, or else the status, of each
-        request that gets an error.
+        request that gets an error while the rollout runs.
         """
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._rollouts[key] = _Rollout(complete, count, dropped, refused)
@@ -184,8 +187,8 @@ class Endpoint:
             return await self._route(request, key)
         except Exception as error:
             refusal = _refusal(error)
-        if rollout is not None:
-            rollout.refused(refusal.code or str(refusal.status))
+        if rollout is not None and self._rollouts.get(key) is rollout:
+            rollout.count_refusal(refusal)
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {"x-should-retry": "false"}
         body = _encode(_error(refusal))
         return web.Response(body=body, status=refusal.status, headers=headers, content_type=_JSON)
@@ -293,7 +296,9 @@ async def _answer(
             pending.is_read = True
             if not response.prepared:
                 raise
-            data = _event(_error(_refusal(error)))
+            refusal = _refusal(error)
+            rollout.count_refusal(refusal)
+            data = _event(_error(refusal))
         if not response.prepared:
             response.content_length = len(data)
             await response.prepare(request)
