@@ -32,7 +32,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 def read_row(
     row: dict[str, Any], columns: Sequence[str], answer: str | None
 ) -> tuple[str | list[ChatMessage], Any, bool]:
-    """Returns a row's prompt, its gold, and whether the row has choices, none of which is the gold.
+    """Returns a row's prompt, its gold, and whether none of the row's choices is the gold.
 
     Several columns of a prompt are joined with blank lines. If prompt and answer are one column, a conversation, its
     last message is the gold. Choices get letters, and a gold that is the letter, the position or the text of a choice
@@ -60,7 +60,8 @@ def read_row(
             if not all(text in "".join(texts) for text in shown.values()):
                 texts.append("\n".join(f"{letter}. {text}" for letter, text in shown.items()))
             letter = _choice_of(gold, choices)
-            lacks_choice = letter not in shown and not isinstance(gold, list)
+            if column in (*CHOICES, *lettered):
+                lacks_choice = letter not in shown and not isinstance(gold, list)
             gold = [letter, shown[letter]] if letter in shown else gold
         elif column in (*CHOICES, *lettered) and not isinstance(value, str):
             continue  # an open question among others with choices
