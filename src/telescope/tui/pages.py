@@ -292,7 +292,8 @@ class LogsPage(Page):
         self.refresh_data()
 
     def read_anew(self) -> None:
-        self.next_row = None
+        """Shows the newest lines, and follows: those that the user had scrolled to may be among them no more."""
+        self.next_row, self.follows = None, True
         super().read_anew()
 
     def on_resize(self) -> None:

@@ -250,11 +250,17 @@ async def test_scrolling_up_in_the_logs_stops_following_until_the_end_is_in_view
             await view.press("end")
             await view.animations()
             assert ", follows;" in view.text("#log-state")
-            log("newer")
+            for place in range(600):  # more than are read anew
+                log(f"newer {place}")
             await view.poll()
             assert lines.is_vertical_scroll_end
             await view.press("k")
             await view.animations()
+            assert "stands still" in view.text("#log-state")
+            await view.press("e")
+            await view.animations()
+            assert lines.is_vertical_scroll_end and ", follows;" in view.text("#log-state"), "it was read anew"
+            await view.press("f")
             assert "stands still" in view.text("#log-state")
             await view.press("f")
             assert lines.is_vertical_scroll_end and ", follows;" in view.text("#log-state")
