@@ -110,7 +110,7 @@ def _describe(
         known = ENTRY_KEYS[top]
         near = did_you_mean(key := str(location[-1]), known) or f" An argument of it goes into kwargs: {{{key}: ...}}."
         if key == "path":  # as in `telescope envs try NAME --path FOLDER`
-            near = " The folders of environments and evals are the field environments_path."
+            near += " Folders that hold environments and evals are the field environments_path."
         return f"Unknown key '{name}'{where}.{near} The keys are {', '.join(known)}"
     if detail["type"] == "missing":
         return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"

@@ -55,7 +55,9 @@ class Call:
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI schemas of the tools that the chat template shows to the model."""
     chat: str = ""
+    """Name of the conversation."""
     train: bool = True
+    """Whether the sampled tokens are trained."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """`max_tokens` and `stop` (list of texts). The run sets the other sampling parameters."""
     cause: str | None = None
@@ -118,6 +120,7 @@ class Services(Protocol):
     """The services of a rollout worker for a rollout."""
 
     api_key: str
+    """Secret of the rollout."""
 
     async def complete(self, call: Call) -> Answer:
         """Samples a completion. Raises `RefusedCall`, and `InfrastructureError` when no engine responds."""

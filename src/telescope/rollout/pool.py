@@ -113,6 +113,7 @@ class RolloutPool:
         """Called with the server of each failed request. Closes it in all lanes if it is to get no more requests."""
         self.homes = homes or (lambda key: range(len(workers)))
         self.infos = infos or {}
+        """Descriptions of the environments, by their keys."""
         self.workers = [_Worker(worker) for worker in workers]
         self._seconds, self._interval = seconds, interval
         self._groups: dict[int, RunningGroup] = {}
@@ -364,6 +365,7 @@ class Lane:
         self.group_size = group_size
         self.keys = list(keys)
         self.servers: Collection[int] = ()
+        """Servers that may serve the lane."""
         self.up = [False] * len(capacities)
         self.pool = pool
 

@@ -59,6 +59,9 @@ def test_help_names_what_a_reader_looks_for_and_fits_a_screen(capsys, arguments,
     ("config explain learning_rate.x", "There is no field or section 'learning_rate.x'"),
     ("config explain eval.num_samples", "Did you mean 'evals.num_samples'?"),
     ("train --config run.yaml --gpu-memory-gib 80", "Add --dry-run, or omit --gpu-memory-gib"),
+    ("train --dry-run --gpu-memory-gib", "--gpu-memory-gib: expected one argument"),
+    ("train --dry-run --gpu-memory-gib --seed=1", "--gpu-memory-gib: expected one argument"),
+    ("train --dry-run --gpu-memory-gib 80 --gpu-memory-gib 141", "given twice: 80.0 and 141.0"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_and_names_the_nearest(capsys, arguments, words):
     code, out, err = run(capsys, *arguments.split())
@@ -101,8 +104,10 @@ def test_arguments_of_train_are_separated_from_fields():
     assert build_parser().parse_args(["-c", "a.yaml", "-h"]).help == "short"
     assert build_parser().parse_args(["-h", "--help-all"]).help == "all"
     assert build_parser().parse_args(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
-    own = build_parser().parse_args(["--gpu_memory_gib=79.6", "--dry-run"])
-    assert (own.gpu_memory_gib, own.fields) == (79.6, [])
+    for memory in (["--gpu_memory_gib=79.6"], ["--gpu-memory-gib", "79.6"]):
+        own = build_parser().parse_args([*memory, "--dry-run"])
+        assert (own.gpu_memory_gib, own.fields) == (79.6, [])
+    assert build_parser().parse_args(["--dry-run"]).gpu_memory_gib is None
 
 
 @pytest.mark.parametrize("value", ["0", "-80", "nan", "inf", "1e300", "85899345920", "80GiB", "many", ""])

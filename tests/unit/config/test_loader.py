@@ -182,7 +182,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
     ("environments", "{name: a, weight: 0}", "environments[0].weight is 0"),
     ("environments", "{name: a, wieght: 1}", "Did you mean 'weight'?"),
     ("environments", "{name: a, level: 1}", "An argument of it goes into kwargs: {level: ...}."),
-    ("evals", "{name: a, path: mine}", "The folders of environments and evals are the field environments_path."),
+    ("evals", "{name: a, path: mine}", "kwargs: {path: ...}. Folders that hold environments and"),
     ("environments", "{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
     ("environments", "{name: a, kwargs: [1]}", "must be a mapping"),
     ("environments", "{name: a, kwargs: {1: 2}}", "].kwargs has the key 1 (command line), which must be text"),

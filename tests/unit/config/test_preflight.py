@@ -225,6 +225,7 @@ def test_what_a_known_shape_excludes_is_refused_without_its_files():
     report = ModelReport("a table", known_shape("Qwen/Qwen3-4B"), unchecked="the hub cannot be reached")
     check = functools.partial(model_checks.check_shape, report=report)
     assert message_of(check, config(router_replay=True)).startswith("router_replay is true, but ")
+    model_checks.check_shape(config(router_replay=True), ModelReport("a table", SPARSE))
     assert "'q_porj'" in message_of(check, config(lora_rank=8, lora_target_modules=["q_porj"]))
     assert "the hub cannot be reached" in message_of(lambda run: model_checks.check_report(run, report), config())
 

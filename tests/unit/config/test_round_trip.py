@@ -73,7 +73,7 @@ def test_json_round_trip_keeps_values_hash_and_what_the_user_set(config):
     assert restored.to_json() == config.to_json()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=30)
 @given(configs())
 def test_a_resumed_run_reads_the_values_that_it_wrote(config):
     with tempfile.TemporaryDirectory() as folder:

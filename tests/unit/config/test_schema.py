@@ -72,6 +72,10 @@ def test_nothing_inside_a_config_can_be_changed(change):
     assert frozen.to_json() == before
 
 
+def test_two_configs_do_not_share_their_defaults():
+    assert config().wandb_tags is not config().wandb_tags
+
+
 def test_frozen_values_survive_pickling_and_copying_and_stay_frozen():
     value = freeze({"a": [1, {"b": (2, 3)}]})
     for copied in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):

@@ -309,3 +309,9 @@ def test_a_run_that_was_just_used_stays_open(three, monkeypatch):
     monkeypatch.setattr(registry, "MAX_OPENED", 1)
     ask(client, "a", "b", "c")
     assert opened(runs) == {"a", "b", "c"}
+
+
+def test_the_list_of_runs_opens_none(three):
+    client, runs = three
+    client.get("/api/runs?fields=last.entropy")
+    assert opened(runs) == set()

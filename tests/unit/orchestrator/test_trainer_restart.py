@@ -131,7 +131,7 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=20)
+@settings(max_examples=60)
 @given(
     losses=st.lists(st.integers(0, 120), min_size=1, max_size=3),
     every=st.integers(1, 3),
