@@ -29,6 +29,7 @@ from whole_run import packages
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_model, ensure_tiny_model
 from telescope.tiny_model.released import RELEASED
+from telescope.utils.process import describe_exit
 
 CONFIGS = REPOSITORY / "configs" / "examples"
 
@@ -57,7 +58,7 @@ class DemoRun:
         return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
-        """Trains and returns the summary. Exits with the run's code if it fails, which its output explains."""
+        """Trains and returns the summary. Exits if the run fails."""
         if self.released is None:
             model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
         else:
@@ -68,7 +69,7 @@ class DemoRun:
         with tempfile.TemporaryDirectory(prefix="telescope-demo-") as folder:
             run_dir = Path(folder) / "run"
             if code := subprocess.run([*command, f"--run_dir={run_dir}"], cwd=REPOSITORY).returncode:
-                sys.exit(code)
+                sys.exit(f"The run {describe_exit(code)}.")
             summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
             summary |= heldout_turns(run_dir)
         return {name: value for name, value in summary.items() if name not in NOT_KEPT}
