@@ -102,7 +102,9 @@ def build_parser() -> CommandParser:
         "--labels", type=user_path, metavar="FILE", help="JSON lines with prompt, answer and label, to try the judge on"
     )
     making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, tools or agent")
-    making.add_argument("--folder", type=user_path, default=Path("environments"), help="default: environments")
+    making.add_argument(
+        "--folder", "--path", type=user_path, default=Path("environments"), help="default: environments"
+    )
     listing.set_defaults(func=run_list)
     describing.set_defaults(func=run_describe)
     trying.set_defaults(func=run_try)

@@ -283,7 +283,7 @@ def test_new_writes_environments_whose_tests_pass_and_fail_when_the_reward_is_wr
 
 
 def test_new_refuses_a_used_or_invalid_name(capsys, tmp_path):
-    assert run(capsys, "new", "mine", "--folder", str(tmp_path))[0] == 0
+    assert run(capsys, "new", "mine", "--path", str(tmp_path))[0] == 0
     code, _, err = run(capsys, "new", "mine", "--folder", str(tmp_path))
     assert code == 2 and "exists already" in err
     _, out, _ = run(capsys, "new", "mine", "--folder", str(tmp_path / "my envs"))
