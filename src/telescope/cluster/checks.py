@@ -114,7 +114,7 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
         return ray.get([getattr(probe, method).remote(*arguments) for probe in probes], timeout=START_SECONDS)
 
     try:
-        versions = each("facts")
+        versions, offsets = each("facts"), [_offset(probe) for probe in probes]
     except ray.exceptions.RayError as error:
         raise RunError(
             f"a probe does not start on every node: {_last_line(error)}. Each node needs {sys.executable} with this "
@@ -133,7 +133,7 @@ def ask_probes(nodes: list[dict[str, Any]], driver_node: str, run_dir: Path) -> 
     return ProbeResults(
         dict(zip(names, gpus, strict=True)),
         dict(zip(names, versions, strict=True)),
-        {name: _offset(probe) for name, probe in zip(names, probes, strict=True)},
+        dict(zip(names, offsets, strict=True)),
         tuple(name for name, found in zip(names, sees, strict=True) if not found),
         {backend: _sum(of, backend) for backend, of in (("gloo", probes), ("nccl", with_gpus)) if of},
     )
