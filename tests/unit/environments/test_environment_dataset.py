@@ -133,6 +133,13 @@ def test_answers_that_are_none_of_the_choices_of_their_row_are_counted(tmp_path)
     assert said in environment._notices[0]
 
 
+def test_a_list_of_texts_before_a_question_is_no_list_of_choices(tmp_path):
+    rows = [{"question": "Who?", "context": ["One text.", "Another."], "answer": "Ada"}]
+    environment = made(write(tmp_path / "rows.jsonl", rows), prompt=["context", "question"], reward="exact")
+    assert "Another." in environment.get_sample(0).prompt
+    assert "choices" not in environment._notices[0]
+
+
 def test_a_csv_file_keeps_texts_and_a_dataset_of_the_hub_its_split(tmp_path, monkeypatch):
     assert made(write(tmp_path / "rows.csv", [GSM8K])).get_sample(0).answer == "1,072"
     (tmp_path / "lines.csv").write_text('question,answer\n"a\u2028b\nc",4\n')

@@ -29,9 +29,10 @@ class Policy:
         self.calls: list[Call] = []
         self.cancelled: list[Call] = []
         self.dropped: list[Answer] = []
+        self.refused: list[str] = []
         self.answer: Answer | Exception = ANSWER
         self.wait: asyncio.Event | None = None
-        self.key = server.open(self.complete, self.count, self.dropped.append)
+        self.key = server.open(self.complete, self.count, self.dropped.append, self.refused.append)
 
     async def complete(self, call: Call) -> Answer:
         self.calls.append(call)

@@ -53,6 +53,7 @@ async def test_failures_of_the_policy_reach_both_sdks(policy, raised, status, co
     text = (await policy.post(body={"messages": [USER], "stream": True}))[1]
     assert text.startswith(": waiting\n\n")
     assert f'"code":"{code}"' in text.splitlines()[-2]
+    assert policy.refused == [code] * 3
 
 
 async def test_a_slow_stream_is_kept_alive(policy, monkeypatch):
@@ -78,6 +79,7 @@ async def test_another_model_key_or_url_is_not_found(policy):
         await policy.anthropic().messages.create(model="policy", max_tokens=9, messages=[USER])
     await ask_chat(other, False)
     assert (len(policy.calls), len(other.calls)) == (0, 1)
+    assert (policy.refused, other.refused) == (["model_not_found", "404"], []), "none without a key, or after the end"
 
 
 async def test_a_retry_gets_the_recorded_answer(policy):
@@ -168,6 +170,7 @@ async def test_ending_a_rollout_ends_its_requests(policy):
     with pytest.raises(openai.APIStatusError, match="The rollout was ended") as caught:
         await pending
     assert caught.value.status_code == 499
+    assert policy.refused == []
     assert policy.cancelled == policy.calls
 
 
